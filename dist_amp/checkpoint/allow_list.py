@@ -1,7 +1,7 @@
 """Reads untrusted checkpoints: nothing in one can run code.
 
-torch pickles `.metadata`, and a pickle can call any function. So only classes on an allow-list are
-unpickled from it, and entries that are not tensors are loaded with weights_only.
+torch pickles `.metadata`, and unpickling can call any function. So only classes on an allow-list
+are unpickled, and entries that are not tensors are read by torch.load with weights_only=True.
 """
 
 import pickle
@@ -40,10 +40,10 @@ ALLOWED = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in ("PosixPath", "WindowsPath"):
-            # A string has no attributes that a pickle could set.
+            # Returns a string, whose attributes a pickle can't set.
             return lambda *parts: "/".join(parts)
         if (module, name) == ("builtins", "getattr"):
-            # Some Python releases pickle enum members by getattr, which here returns nothing else.
+            # Some Python releases pickle enum members as getattr calls: allow this enum's only.
             return lambda _owner, member: _MEM_FORMAT_ENCODING[member]
         if name not in ALLOWED.get(module, ()):
             raise CheckpointRejected(
@@ -56,13 +56,13 @@ class _Unpickler(pickle.Unpickler):
             return dict
         if not hasattr(allowed, "__dataclass_fields__"):
             return lambda value: allowed(value)
-        # A pickle may set attributes of a class, so it gets a new one that makes the real objects.
+        # A pickle can set attributes of a class, so it gets a stand-in, whose instances are real.
         new: Any = lambda _, *args: allowed(*args) if args else object.__new__(allowed)  # noqa: E731
         return type(name, (), {"__new__": new})
 
 
 def read_metadata(folder: Path, files: Mapping[str, Any]) -> Metadata:
-    """The content of `.metadata`. files: those in the manifest, where its tensors must be.
+    """The content of `.metadata`. files: the manifest's; each tensor must be stored in one of them.
 
     Errors: CheckpointRejected for anything that torch would not write.
     """
@@ -80,7 +80,7 @@ def read_metadata(folder: Path, files: Mapping[str, Any]) -> Metadata:
 
 
 def _check_storage(metadata: Metadata, files: Mapping[str, Any]) -> None:
-    """Errors: CheckpointRejected for a tensor whose content is in another file, or incomplete."""
+    """Errors: CheckpointRejected for a tensor that is stored in another file, or incompletely."""
     for place in metadata.storage_data.values():
         if place.relative_path not in files:
             raise CheckpointRejected(

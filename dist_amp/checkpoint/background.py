@@ -1,11 +1,12 @@
-"""One save: the copy of the state in host memory, and the threads that write it (see saver.py).
+"""One save: copy this rank's part of the state, then write it in a thread (overview: saver.py).
 
-`Staging` copies this rank's part of the state, which is all that training waits for. A tensor that
-several ranks hold is copied by one of them. The memory, pinned with a GPU, is reused by each save,
-since allocating it costs more than copying. torch's DefaultStager (2.13.0) fails on tensor
-subclasses and sparse tensors, and where memory can't be pinned.
-`Save` starts a thread on each rank: `_write` has the stages, `_on_all_ranks` runs one and exchanges
-its results and errors, and `wait` detects a save that makes no progress.
+1. `without_replicas` selects the part: a tensor that several ranks hold is written by one of them.
+2. `Staging` copies it to host memory (pinned with a GPU), which all saves reuse, because allocating
+   takes longer than copying. torch's DefaultStager (2.13.0) fails on tensor subclasses, on sparse
+   tensors, and where memory can't be pinned.
+3. The thread runs the stages in `Save._write`. After each, all ranks exchange results and errors.
+4. `Save.wait`, on the main thread, detects a save that makes no progress.
+A save that training waits for anyway skips 1 and 2.
 """
 
 import shutil
@@ -48,22 +49,22 @@ from dist_amp.files import appears, run_dir, sync_folder, write_synced
 from dist_amp.step import Run
 from dist_amp.world import World
 
-# First words of the sections of the state, such as "observer NAME", that differ on each rank.
+# First words of those sections of the state, such as "observer NAME", that differ between ranks.
 PER_RANK_SECTIONS = ("ranks", "task", "observer")
 
 
 class Planner(DefaultSavePlanner):
-    """torch's planner, which also calls `progress` before it writes a tensor.
+    """torch's planner, which also calls `progress` before each tensor is written.
 
-    One planner makes all saves of a run, and plans only what has changed: a plan takes rank 0 about
-    90 us per shard of any rank (measured for 64 to 1,024 ranks).
+    All saves of a run use one planner, whose cache spares rank 0 the plans that haven't changed:
+    planning takes about 90 us per shard, of all ranks (measured for 64 to 1,024 ranks).
     """
 
     progress: Callable[[], object]
 
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
-        self._cached_plans_key = uuid4().hex  # by default all runs of a process share a cache
+        self._cached_plans_key = uuid4().hex  # torch's default is one cache for the whole process
 
     def resolve_data(self, write_item: Any) -> Any:
         self.progress()
@@ -71,12 +72,12 @@ class Planner(DefaultSavePlanner):
 
 
 class Save:
-    """A save in progress. future: of this rank's thread; is_stuck: whether `wait` has given up."""
+    """A save in progress. future: the thread's result; is_stuck: whether `wait` has given up."""
 
     def __init__(
         self, run: Run, state: State, manifest: Manifest, planner: Planner, staging: Any = None
     ):
-        """staging: copies this rank's part first. None: `state` is written as it is."""
+        """staging: copies this rank's part first. None: the thread writes `state` uncopied."""
         self.folder = checkpoint_folder(run.folder, manifest.step)
         self.is_stuck = False
         self._temporary = self.folder.with_name(f".{self.folder.name}.writing")
@@ -87,8 +88,8 @@ class Save:
         self._manifest = manifest
         self._planner = planner
         self._files: dict[str, Entry] = {}
-        self._owns_folder = run.world.is_main  # makes, publishes and removes folders
-        if "://" in run_dir(run.folder):  # on object storage each node has a local folder
+        self._owns_folder = run.world.is_main  # this rank makes, publishes and removes folders
+        if "://" in run_dir(run.folder):  # on object storage, each node has a local folder
             self._owns_folder = run.world.local_rank == 0
         self._enter("")
         if staging is not None:
@@ -97,31 +98,30 @@ class Save:
         self.future = in_thread(self._write, "checkpoint writer")
 
     def _enter(self, stage: str) -> None:
-        """Note that this rank begins a stage, or a tensor in it; "": it waits for other ranks."""
+        """Note for `wait` that a stage or a tensor in it begins; "": it waits for other ranks."""
         self._progress = (time.monotonic(), stage)
 
     def wait(self) -> None:
         """Wait until the threads of all ranks have ended; every rank calls it.
 
-        Errors: Failure if it fails; Transient if no rank makes progress for run.timeout_seconds.
+        Errors: Failure if the save fails; Transient if it is stuck for run.timeout_seconds.
         """
         timeout = self._config.run.timeout_seconds
         while True:
             wait([self.future], min(1.0, timeout / 10))
             since, stage = self._progress
-            status = (self.future.done(), time.monotonic() - since, stage)
-            ranks = self._world.gather(status)
-            if all(is_done for is_done, _, _ in ranks):
+            note = (self.future.done(), time.monotonic() - since, stage)
+            notes = self._world.gather(note)
+            if all(is_done for is_done, _, _ in notes):
                 self.is_stuck = False
                 return self.future.result()
-            seconds = min(idle for is_done, idle, _ in ranks if not is_done)
+            seconds = min(idle for is_done, idle, _ in notes if not is_done)
             self.is_stuck = seconds >= timeout
             if self.is_stuck:
-                places = [f"rank {n} in {stage}" for n, (_, _, stage) in enumerate(ranks) if stage]
+                places = [f"rank {n} in {stage}" for n, (_, _, stage) in enumerate(notes) if stage]
                 raise Transient(
                     f"{self.folder} could not be written: it has made no progress for "
-                    f"run.timeout_seconds={timeout:g} ({some_of(places)}); check the file "
-                    "system"
+                    f"run.timeout_seconds={timeout:g} ({some_of(places)}); check the file system"
                 )
 
     def _write(self) -> None:
@@ -135,21 +135,20 @@ class Save:
                 self._files |= entries
             self._on_all_ranks("finish", self._finish)
         except Failure as error:
-            if self._owns_folder:
-                # These files may be what has filled the disk.
+            if self._owns_folder:  # what was written may be what has filled the disk
                 shutil.rmtree(self._temporary, ignore_errors=True)
             raise Failure(
                 f"checkpoint {self.folder} could not be written: {error}; the previous one is kept"
             ) from error
 
     def _on_all_ranks(self, name: str, stage: Callable[[], Any]) -> list[Any]:
-        """Run a stage; returns the results of all ranks. Errors: Failure on all if one fails."""
+        """Run a stage; returns all ranks' results. Errors: Failure on every rank if one fails."""
         result = None
         failure = ""
         self._enter(name)
         try:
             result = stage()
-        except CheckpointException as error:  # torch raises it on all ranks if one has failed
+        except CheckpointException as error:  # torch raises it on all ranks: name one that failed
             failure = f"rank {next(iter(error.failures), self._world.rank)}: {reason(error)}"
         except Exception as error:
             failure = f"rank {self._world.rank}: {reason(error)}"
@@ -163,13 +162,14 @@ class Save:
         return [result for result, _ in outcomes]
 
     def _make_folder(self) -> None:
+        # A checkpoint of this step or a later one exists only if the run did not resume from it.
         if self._world.is_main:
             for path in quarantine_after(self._run_folder, self._manifest.step - 1):
                 self._world.warn(f"a checkpoint is damaged or of another run: renamed to {path}")
         elif self._owns_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
         if self._owns_folder:
-            # It exists if a run was killed while writing this checkpoint.
+            # The temporary folder exists if a run was killed while writing this checkpoint.
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir(parents=True)
             sync_folder(self._run_folder)
@@ -180,7 +180,7 @@ class Save:
             raise Failure("run.dir is not on a disk that all ranks share; put it on one")
 
     def _write_shards(self) -> dict[str, Entry]:
-        # One process has no process group. The filter stays set, because all threads share filters.
+        # torch warns if there is no process group. All threads share filters, so this one stays.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         self._planner.progress = partial(self._enter, "write_shards")
         write_tensors(
@@ -190,7 +190,7 @@ class Save:
             process_group=self._world.background,
             no_dist=self._world.world_size == 1,
         )
-        paths = list(self._temporary.glob(f"__{self._world.rank}_*"))
+        paths = list(self._temporary.glob(f"__{self._world.rank}_*"))  # this rank's .distcp files
         if self._world.is_main:
             paths += [self._temporary / CONFIG, self._temporary / ".metadata"]
         return hash_files(paths)
@@ -204,17 +204,17 @@ class Save:
 
 
 class Staging:
-    """Host memory for a copy of this rank's part of the state, reused by all saves of a run."""
+    """Host memory for a copy of this rank's part of the state; all saves of a run reuse it."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}  # by path in the state, and layout
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}  # by path in the state, dtype and shape
 
     @torch.no_grad()
     def copy(self, state: State) -> State:
-        """Copy the state's tensors into this memory, over the previous copy."""
+        """Copy the state's tensors into this memory, over the previous save's."""
         copy: State = tree_map_with_path(self._copy_leaf, state)
-        if self._on_gpu:
+        if self._on_gpu:  # the copies are non-blocking
             torch.cuda.current_stream().synchronize()
         return copy
 
@@ -226,13 +226,13 @@ class Staging:
             parts = {name: self._copy_leaf((*path, name), getattr(leaf, name)) for name in names}
             subclass: Any = type(leaf)
             return subclass.__tensor_unflatten__(parts, context, leaf.size(), leaf.stride())
-        if leaf.layout is not torch.strided:
+        if leaf.layout is not torch.strided:  # sparse: its size may change, so nothing is reused
             return leaf.detach().to("cpu", copy=True)
         key = (path, leaf.dtype, leaf.size(), leaf.stride())
         if key not in self._buffers:
             try:
                 self._buffers[key] = torch.empty_like(leaf, device="cpu", pin_memory=self._on_gpu)
-            except RuntimeError:  # no more memory can be pinned: the copy takes longer
+            except RuntimeError:  # no more memory can be pinned; the copy takes longer without
                 self._buffers[key] = torch.empty_like(leaf, device="cpu")
         return self._buffers[key].copy_(leaf, non_blocking=True)
 
@@ -240,8 +240,8 @@ class Staging:
 def without_replicas(state: State, world: World) -> State:
     """The state without the replicated tensors that another rank writes.
 
-    An ordinary tensor goes to the rank with the fewest bytes so far, which all ranks compute alike;
-    of a DTensor the first replica is written.
+    An ordinary tensor is written by the rank with the fewest bytes so far, which each rank computes
+    alike; a DTensor by its first replica. PER_RANK_SECTIONS stay whole.
     """
     bytes_of_rank = [0] * world.world_size
 

@@ -1,9 +1,9 @@
 """Checks that a checkpoint fits a run: its settings, data (by fingerprint), model and optimizer.
 
-Settings that change what is computed must be those of the checkpoint's config.toml, unless
-run.allow_config_change is true; those in FREE_TO_CHANGE may differ. If another version of dist_amp
-wrote it, settings that it lacks count as their defaults, and settings that no longer exist are
-ignored. The tensors must have the same names, shapes and dtypes in any case.
+Settings that change what is computed must equal those in the checkpoint's config.toml, unless
+run.allow_config_change is true; those in FREE_TO_CHANGE may always differ. If another version of
+dist_amp wrote the file, settings that it lacks count as their defaults, and settings that no longer
+exist are ignored. Names, shapes and dtypes of the tensors must be equal in any case.
 """
 
 import hashlib
@@ -29,21 +29,22 @@ from dist_amp.settings import FREE_TO_CHANGE, Config, TaskConfig
 from dist_amp.step import Run
 from dist_amp.world import World
 
-# Settings of earlier versions that changed what is computed, with the values that now always apply.
+# Settings that no longer exist but change what is computed: {key: the value that now always holds}.
 FIXED = {"data.mix_by": "rows", "data.long_documents": "auto", "optim.decay_ratio": 0.2}
 
 OR_ALLOW = "or continue anyway with --run.allow_config_change true"
 
 
 def check_config(path: Path, config: Config, task: Any, world: World) -> None:
-    """Errors: ConfigError with the settings that differ. task: the run's task, or its class."""
+    """Compare the settings. task: an object or a class. Errors: ConfigError if they don't fit."""
     manifest = read_manifest(path)
     now = flat(to_toml(config))
     before = settings_of(path, config)
-    if might_match(str(before.get("task.target")), config.task.target, task):  # ignore task.*
+    # A task object's module and arguments may be unknown; then task.* is not compared.
+    if might_match(str(before.get("task.target")), config.task.target, task):
         before = {key: before[key] for key in before if not key.startswith("task.")}
         before |= {key: now[key] for key in now if key.startswith("task.")}
-    # The manifest has the values that the run used, also where its config says auto.
+    # The config may say auto here; the manifest has the value that the run used.
     micro_batches = accumulation_steps(config.train, world.world_size)
     now["train.global_batch_size"] = (
         config.train.micro_batch_size * micro_batches * world.world_size
@@ -72,8 +73,8 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
 
 
 def might_match(before: str, now: str, task: Any) -> bool:
-    """Whether two different targets may be the same task: one of them has no module, or the task is
-    an object, for which earlier versions recorded the default.
+    """Whether two different targets may mean the same task: if it is or was given as an object,
+    only the class's name is compared. Earlier versions recorded the default target for objects.
     """
     if before == now:
         return False
@@ -87,7 +88,7 @@ def might_match(before: str, now: str, task: Any) -> bool:
 def settings_of(path: Path, config: Config) -> dict[str, Any]:
     """{key: value} of the checkpoint's config, with defaults for settings that it lacks.
 
-    Settings that no longer exist are left out, unless they changed what was computed.
+    Settings that no longer exist are left out, except for values that differ from FIXED.
     """
     saved = read_flat(path / CONFIG)
     saved["task.target"] = new_target(saved.get("task.target", ""))
@@ -99,7 +100,7 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
         if not key.startswith(named_by_user) and saved[key] == FIXED.get(key, saved[key]):
             del saved[key]
     if saved["task.target"] == config.task.target:
-        named_by_user = ("data.sources.",)  # for the same task, its arguments' defaults are known
+        named_by_user = ("data.sources.",)  # the same task: its arguments' defaults are known
     try:
         args = type(config.task.args)()
         defaults = flat(to_toml(Config(task=TaskConfig(args=args))))
@@ -120,8 +121,7 @@ def changes_training(key: str, settings: Mapping[str, Any]) -> bool:
 
 
 def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
-    """Check that the run has the checkpoint's data, and adopt the order of its samples.
-
+    """Check that the run has the checkpoint's data, and adopt the checkpoint's order of samples.
     The run keeps its own order if the data has another length, or if data.shuffle differs. Errors:
     DataError for other data or an order that can't be adopted, unless run.allow_config_change.
     """
@@ -133,8 +133,8 @@ def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
         text = f"{path} was made with {manifest.data_length:,} samples of fingerprint "
         text += f"{manifest.data_fingerprint}, now there are {plan.length:,} of {now[1]}"
         if not allowed:
-            older = "data.validation_split=shuffled if an older version made it"
-            raise DataError(f"{text}: use the old data, {older}, {OR_ALLOW}")
+            hint = "data.validation_split=shuffled if an older version made it"
+            raise DataError(f"{text}: use the old data, {hint}, {OR_ALLOW}")
         run.world.warn(f"{text}; resuming after as many samples of the new data")
     if saved == plan.order or manifest.data_length != plan.length:
         return
@@ -150,7 +150,7 @@ def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
 
 
 def check_tensors(path: Path, metadata: Metadata, section: str, state: Any) -> None:
-    """Errors: DataError for the first tensor of a section, such as "model", that differs."""
+    """Compare names, shapes and dtypes in a section, such as "model". Errors: DataError."""
 
     def tensors(value: Any, name: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping):
@@ -176,7 +176,7 @@ def check_tensors(path: Path, metadata: Metadata, section: str, state: Any) -> N
 
 
 def fingerprint(data: Batches, world: World) -> str:
-    """Rank 0's hash of the data, computed once; every rank calls it. Keeps the random state."""
+    """Rank 0's hash of the data, computed once; every rank calls it. Random states don't change."""
     if not data.fingerprint:
         before = random_state(world.device)
         data.fingerprint = world.from_main(dataset_hash(data) if world.is_main else "")

@@ -6,8 +6,8 @@
 
 A checkpoint is complete or absent: its folder is written under a temporary name, the manifest last,
 and one rename publishes it. DCP does not detect a flipped bit, so all hashes are verified before a
-run resumes. A rejected checkpoint is renamed to refused_step_N, and its steps are taken again.
-Nothing in a checkpoint is executed (allow_list.py).
+run resumes. A run that has to resume from an older checkpoint renames the later ones to
+refused_step_N. Nothing in a checkpoint is executed (allow_list.py).
 """
 
 import json
@@ -46,10 +46,10 @@ Entry = dict[str, Any]  # describes a file: {"bytes": size, "xxh3": hash}
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Describes a checkpoint without loading it; JSON, with a hash of its own content."""
+    """What is known of a checkpoint without its tensors; stored as JSON (`hashed_text`)."""
 
     step: int
-    samples: int  # consumed so far
+    samples: int  # consumed so far, which is the position in the data
     world_size: int
     strategy: str
     precision: str
@@ -59,12 +59,12 @@ class Manifest:
     data_length: int
     data_fingerprint: str = ""
     optimizer: dict[str, int]  # number of parameters per group
-    evaluation: dict[str, float]  # the latest
+    evaluation: dict[str, float]  # metrics of the latest evaluation
     evaluated_step: int
     best: dict[str, float]  # the lowest validation loss so far, with its "step"
     versions: dict[str, str]
     order: str = "randperm"  # of the samples, see loading/plan.py
-    lr_factor: float = 1.0  # Schedule.factor
+    lr_factor: float = 1.0  # multiplies the learning rate: Schedule.factor
     files: dict[str, Entry] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -76,7 +76,7 @@ MANIFEST_TYPE = TypeAdapter(Manifest)
 
 
 def hashed_text(content: State) -> str:
-    """JSON with a hash of its own content."""
+    """The content as JSON, with the content's hash as a last key."""
     digest = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
     return json.dumps({**content, "xxh3": digest}, indent=1) + "\n"
 
@@ -112,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest:
 def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
     """Why the checkpoint is invalid, or "". Ranks share the work: this call does `part` of `parts`.
 
-    A rank verifies its own files, such as __3_0.distcp, which its node may still have in memory.
+    Rank 3 verifies what rank 3 wrote, such as __3_0.distcp, which its node may have in memory.
     """
     try:
         files = fetched_manifest(folder).files
@@ -132,7 +132,7 @@ def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
 
 
 def fetched_manifest(folder: Path) -> Manifest:
-    """Fetch the checkpoint's files, if they are on object storage; returns its manifest.
+    """The checkpoint's manifest; downloads its other files first if they are on object storage.
 
     Errors: CheckpointRejected.
     """
@@ -160,7 +160,7 @@ def step_of(path: Path) -> int:
 
 
 def config_at(run_folder: Path, step: int) -> Path:
-    """The file with the config in force at a step: config.toml, or that of an earlier start."""
+    """The config file in force at a step: config.toml, or the one of the run's earlier start."""
     earlier = sorted(run_folder.glob("config_until_step_*.toml"))
     return next((path for path in earlier if step_of(path) >= step), run_folder / CONFIG)
 
@@ -170,7 +170,7 @@ def hash_files(paths: Iterable[Path]) -> dict[str, Entry]:
 
 
 def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename the folder; even a power cut leaves it complete or absent."""
+    """Write the manifest, then rename the folder: a power cut leaves all of it or nothing."""
     write_synced(temporary / MANIFEST, manifest.to_text())
     sync_folder(temporary)
     os.rename(temporary, final)
@@ -178,7 +178,7 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 def remove_old_checkpoints(run_folder: Path, keep: int, best_metric: str) -> list[str]:
-    """Keep the newest `keep`, and the one with the best evaluation; returns texts of failures."""
+    """Keep the newest `keep` and the one with the best evaluation; returns errors, as texts."""
     paths = all_checkpoints(run_folder)
     scores = {path: _score(path, best_metric) for path in paths}
     best = min(paths, key=scores.__getitem__)
@@ -187,7 +187,7 @@ def remove_old_checkpoints(run_folder: Path, keep: int, best_metric: str) -> lis
         if path == best and scores[path] < math.inf:
             continue
         try:
-            # The manifest goes first, so that a half-removed folder is no checkpoint.
+            # The manifest first: without it, a half-removed folder does not count as a checkpoint.
             (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path)
         except OSError as error:
@@ -196,7 +196,7 @@ def remove_old_checkpoints(run_folder: Path, keep: int, best_metric: str) -> lis
 
 
 def _score(checkpoint: Path, best_metric: str) -> float:
-    """The evaluation at the checkpoint's step, as a number to minimise; inf if there was none."""
+    """The best_metric at the checkpoint's step, so that lower is better; inf without evaluation."""
     with suppress(CheckpointRejected):
         manifest = read_manifest(checkpoint)
         value = manifest.evaluation.get(metric_name(best_metric), math.inf)
@@ -206,12 +206,12 @@ def _score(checkpoint: Path, best_metric: str) -> float:
 
 
 def metric_name(best_metric: str) -> str:
-    """The name of the metric in the task's best_metric: accuracy for "max:accuracy"."""
+    """The metric that the task's best_metric names: accuracy for "max:accuracy"."""
     return best_metric.removeprefix("min:").removeprefix("max:")
 
 
 def quarantine_after(run_folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of later steps, which were rejected; remove half-written ones."""
+    """Rename checkpoints of later steps, and remove half-written ones; returns the new paths."""
     for leftover in run_folder.glob("checkpoints/.step_*.writing"):
         shutil.rmtree(leftover, ignore_errors=True)
     renamed = []
@@ -246,9 +246,9 @@ class Reader(FileSystemReader):
 
 
 def read_into(state: State, reader: Reader, world: World | None = None) -> None:
-    """Fill the tensors of `state`; every rank calls it. Errors: CheckpointException."""
+    """Fill the tensors of `state` in place; every rank calls it. Errors: CheckpointException."""
     world = world or World()
-    # One process has no process group. The filter stays set, because all threads share filters.
+    # torch warns if there is no process group. All threads share filters, so this one stays.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     with without_timeout(world.control):  # one rank's disk may be slow
         read_tensors(
@@ -262,7 +262,7 @@ def read_into(state: State, reader: Reader, world: World | None = None) -> None:
 
 @contextmanager
 def rejection_as_data_error(path: Path) -> Iterator[None]:
-    """In the block, turn errors of reading a checkpoint into a DataError with its path."""
+    """In a with-block, turn errors of reading a checkpoint into a DataError with its path."""
     try:
         yield
     except CheckpointRejected as error:

@@ -1,7 +1,7 @@
 """States that are saved as bytes: the task's, and those of observers that hold more than tensors.
 
-Each rank saves its own as NAME.RANK; at another world size, rank r loads that of rank r modulo the
-saved world size. What torch.load rejects with weights_only is rejected when it is saved.
+Each rank saves its own, as NAME.RANK. At another world size, rank r loads the state of rank r
+modulo the saved world size. A state that torch.load(weights_only=True) can't read is not saved.
 """
 
 import io
@@ -37,7 +37,7 @@ class TaskState(Observer):
 
 
 def packed_observers(run: Run) -> dict[str, Any]:
-    """{name: observer whose state is packed}; of two observers of one class only the first."""
+    """{name: observer whose state is packed}; of several observers of a class, only the first."""
     observers: dict[str, Any] = {}
     for observer in run.observers:
         if defines(observer, "state_dict") and not hasattr(observer, "section"):
@@ -56,7 +56,7 @@ def packed_states(run: Run) -> State:
 
 
 def pack(state: Any, name: str) -> Tensor:
-    """A state as [bytes] uint8. Errors: DataError for a state that could not be loaded."""
+    """A state as [bytes] uint8. Errors: DataError for a state that `unpack` can't read."""
     file = io.BytesIO()
     torch.save(state, file)
     content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)

@@ -1,7 +1,9 @@
 """Resumes a run from the newest valid checkpoint among those that `run.resume` allows.
 
-Rank 0 lists them, and the ranks share the work of verifying the newest one's hashes. If it is
-damaged, a warning says so, and the previous checkpoint is tried.
+With auto, these are the checkpoints in the run's folder; with a path, those at the path, until the
+run has saved one itself; with never, none. The ranks share the work of verifying the newest one's
+hashes. If it is damaged, a warning says so, and the previous one is tried. Then its settings must
+fit the run's (compatibility.py), and its state is restored (state.py).
 """
 
 import tomllib
@@ -30,7 +32,7 @@ from dist_amp.world import World
 
 
 def resume(run: Run) -> Path | None:
-    """Restore what `checkpoint_to_resume` finds, after `build_run`; every rank calls it."""
+    """Restore the checkpoint to resume, if any, and return its path; every rank calls it."""
     checkpoint = checkpoint_to_resume(run.config, run.folder, run.world, run.task)
     if checkpoint is not None:
         load(run, checkpoint)
@@ -41,9 +43,8 @@ def checkpoint_to_resume(
     config: Config, run_folder: Path, world: World, task: Task | None = None
 ) -> Path | None:
     """The newest valid checkpoint that `run.resume` allows, or None; every rank calls it.
-
-    task: an object in place of `task.target`. Errors: DataError if a path in run.resume has no
-    checkpoint, or none is valid; ConfigError if it was made with other settings.
+    task: an object, used instead of task.target. Errors: DataError if run.resume is a path without
+    a checkpoint, or no candidate is valid; ConfigError if the settings don't fit.
     """
     paths: list[Path] = []
     problem: DataError | None = None
@@ -61,8 +62,8 @@ def checkpoint_to_resume(
 
 
 def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
-    """The config with `precision.dtype=auto` resolved: the dtype of the checkpoint that it resumes;
-    for a new run bf16, but float32 on a CPU that only emulates it. Every rank calls it.
+    """The config with precision.dtype=auto resolved; every rank calls it. A resumed run keeps its
+    checkpoint's dtype; a new run takes bf16, or float32 on a CPU that only emulates bf16.
     """
     precision = config.precision
     if precision.dtype != "auto":
@@ -75,7 +76,7 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
             saved = tomllib.loads((checkpoint / CONFIG).read_text())["precision"]
             name = saved["dtype"] if saved["use_amp"] else "fp32"
         except (CheckpointRejected, DataError, LookupError, OSError, ValueError):
-            # There is no checkpoint, or it is damaged.
+            # The newest checkpoint does not exist, or is damaged.
             if world.device.type == "cpu":
                 name = "fp32"
                 if present("distributed.machine"):
@@ -94,15 +95,14 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
 
 
 def newest_valid(paths: Sequence[Path], world: World) -> Path | None:
-    """The last of `paths` that is valid; warns of each that is not. None if there are no paths.
-
-    Every rank calls it, and verifies its share. Errors: DataError if none of them is valid.
+    """The last valid one of `paths`; None if there are no paths. Every rank verifies its share.
+    Warns of the damaged ones after it. Errors: DataError if all are damaged.
     """
     rejected: list[str] = []
     for path in reversed(paths):
         error = integrity_error(path, world.rank, world.world_size)
         world.wait_long()  # one rank's files may take longer than a collective's timeout
-        error = next(filter(None, world.gather(error)), "")
+        error = next(filter(None, world.gather(error)), "")  # the first rank's that has one
         if not error:
             for text in rejected:
                 world.warn(f"checkpoint {text}; using {path.name} instead")
@@ -117,7 +117,7 @@ def newest_valid(paths: Sequence[Path], world: World) -> Path | None:
 
 
 def checkpoints_at(path: Path, name: str, accepted: str) -> list[Path]:
-    """The checkpoint at `path`, or those of the run there, oldest first. Errors: DataError."""
+    """[path] if it is a checkpoint, or those of the run there, oldest first. Errors: DataError."""
     if not path.exists():
         raise DataError(f"{name} does not exist; give {accepted}")
     checkpoints = all_checkpoints(path)
@@ -129,7 +129,7 @@ def checkpoints_at(path: Path, name: str, accepted: str) -> list[Path]:
 
 
 def _candidates(resume: str, run_folder: Path) -> list[Path]:
-    """The checkpoints to try, the best last."""
+    """The checkpoints to try, the last one first."""
     if resume == "never" and not attempt():  # a restart by torchrun resumes nevertheless
         return []
     saved = all_checkpoints(run_folder)

@@ -1,15 +1,14 @@
-"""Saves checkpoints: all ranks write one together, and it is complete or absent.
+"""Saves checkpoints: all ranks write one together, and the disk has all of it or nothing.
 
-1. take_snapshot (state.py) collects the state, while training waits.
-2. With checkpoint.async_save it is copied to host memory, and training continues (background.py).
-3. A thread of each rank writes in stages: a folder with a temporary name, the rank's shards and
-   their hashes, the manifest, the rename that publishes it, the removal of old checkpoints. After
-   each stage the threads exchange errors, over a process group that nothing else uses, so that an
-   error on one rank ends the save on all.
-4. At a log step, or when the next save begins, `finish` learns the outcome. A failed save is a
-   warning, unless the caller waits for it, as at the end of a run.
-A save in which no rank finishes a stage or starts a tensor for run.timeout_seconds is stuck: its
-threads can't be ended, so the run ends.
+1. `take_snapshot` (state.py) collects the state while training waits.
+2. With checkpoint.async_save, the state is copied to host memory and training continues. A save
+   that the caller waits for, such as the last one of a run, is written without a copy.
+3. A thread of each rank writes its shards (background.py), into a folder with a temporary name.
+   Rank 0 adds the manifest and renames the folder. An error on one rank ends the save on all.
+4. At a log step, or before the next save, `finish` waits for the threads and reports the outcome.
+   A failed save is only a warning, unless the caller waits for the save.
+A save is stuck if no rank has finished a stage or started a tensor for run.timeout_seconds. A
+stuck save ends the run, because its threads can't be ended.
 """
 
 from concurrent.futures import wait
@@ -26,25 +25,26 @@ from dist_amp.telemetry.step_report import LogRow
 
 
 class Saver(Observer):
-    """Saves checkpoints of a run, one at a time. pending: the save in progress, or None."""
+    """Saves checkpoints of a run, one at a time. pending: the unfinished `Save`, or None."""
 
     def __init__(self, run: Run):
         self.pending: Any = None
         self._run = run
-        self._planner: Any = None
+        self._planner: Any = None  # made by the first save, for all, like the staging
         self._staging: Any = None
         self._unsaved = Unsaved(run)
         self._written: Path | None = None  # folder of the latest checkpoint written by this process
 
     def save(self, wait: bool) -> None:
-        """Save the state; every rank calls it. wait: return once it is written. Errors: Failure."""
+        """Save the state; every rank calls it. wait: return when it is written. Errors: Failure."""
         from dist_amp.checkpoint.background import Planner, Save, Staging
 
         run = self._run
         with run.world.clock.hold("checkpoint"):
             self.finish()
-            self._unsaved.compare()
+            self._unsaved.compare()  # warns of state that no checkpoint contains
             folder = checkpoint_folder(run.folder, run.step)
+            # This step's checkpoint may exist: written here, or the one that the run resumed from.
             is_saved = folder == self._written or run.step == run.resumed_from_step
             if not is_saved or not run.world.from_main((folder / MANIFEST).exists()):
                 staging = None
@@ -54,7 +54,7 @@ class Saver(Observer):
                 self.pending = Save(run, *take_snapshot(run), self._planner, staging)
                 if staging is None:
                     self.finish(must_succeed=wait)
-            best = getattr(run.task, "best_metric", "loss")
+            best = getattr(run.task, "best_metric", "loss")  # checked once there is an evaluation
             metrics = run.metrics.evaluation
             is_new = metrics and run.metrics.evaluated_step == run.step != run.resumed_from_step
             if is_new and metric_name(best) not in metrics:
@@ -75,7 +75,7 @@ class Saver(Observer):
     def finish(self, must_succeed: bool = False) -> None:
         """Wait for the pending save; every rank calls it.
 
-        Errors: Failure if it is stuck, or has failed and `must_succeed`.
+        Errors: Failure if the save is stuck, or if it has failed and `must_succeed` is true.
         """
         pending = self.pending
         if pending is None:
@@ -92,11 +92,11 @@ class Saver(Observer):
                 self.pending = None
 
     def close(self, error: BaseException | None = None) -> None:
-        """Wait for the pending save, which needs all ranks; briefly if they may have diverged."""
+        """Wait for the pending save, which needs all ranks; not for ever, as they may be gone."""
         if self.pending is None or self.pending.is_stuck:
             return
         seconds = 5.0
         if error is None or isinstance(error, Failure):
-            # Half of it, since a Failure may be this rank's alone, and the others wait for it.
+            # Half the timeout, because after this rank's own Failure the other ranks wait for it.
             seconds = self._run.config.run.timeout_seconds / 2
         wait([self.pending.future], seconds)

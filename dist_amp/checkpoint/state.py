@@ -1,14 +1,15 @@
-"""The state that a checkpoint contains: taken from a run, and restored into one of any strategy.
+"""The state in a checkpoint: taken from a run, restored into a run of any strategy and world size.
 
     model, optimizer      parameters and moments, by name, sharded as the run shards them
     counters, scaler      applied and skipped steps; the loss scale
     ranks.N               each rank's random generators and batch statistics
     interval              metrics since the latest log step, a row per rank
-    ema, frozen, ...      tensors of observers with a `section`
+    ema, frozen, ...      tensors of the observers that have a `section`
     task.N, observer X.N  other states, packed as bytes by each rank (packed.py)
 
 Python values, such as the step and the position in the data, are in the manifest. A load builds the
-same dict from the new run, lets DCP fill its tensors in place (which reshards them), and sets them.
+same dict from the new run, lets DCP (torch.distributed.checkpoint) fill its tensors in place, which
+reshards them, and then sets them in the run.
 """
 
 import sys
@@ -41,13 +42,13 @@ from dist_amp.step import Run
 
 
 def take_snapshot(run: Run) -> tuple[State, Manifest]:
-    """The current state of the run, not copied, and its manifest; every rank calls it."""
+    """The run's state, as references to its tensors, and its manifest; every rank calls it."""
     from dist_amp.checkpoint.packed import packed_states
 
     state = state_of(run)
     state["model"] |= averaged_statistics(run.parallel.module, run.world)
     state["interval"] = run.world.stack(run.metrics.unfinished_sums(run.data))
-    if "frozen" in state:
+    if "frozen" in state:  # checksums are saved in place of the frozen parameters
         from dist_amp.scaling.frozen import put_checksums
 
         put_checksums(state, run.parallel.module, state["frozen"])
@@ -79,7 +80,7 @@ def take_snapshot(run: Run) -> tuple[State, Manifest]:
 
 
 def load(run: Run, path: Path) -> None:
-    """Restore the run; every rank calls it. Errors: DataError if it is rejected or doesn't fit."""
+    """Restore the run from a checkpoint; every rank calls it. Errors: DataError if it can't be."""
     with rejection_as_data_error(path):
         reader = Reader(path)
         continue_data(run, reader.folder, reader.manifest)
@@ -92,24 +93,24 @@ def load(run: Run, path: Path) -> None:
 
 
 def read_state(run: Run, reader: Reader) -> State:
-    """The checkpoint's state, sharded as this run's is, without what only one of them has."""
+    """The checkpoint's state, sharded like the run's; only the sections that both of them have."""
     from dist_amp.checkpoint.packed import expected_states
 
     manifest = reader.manifest
     metadata = reader.read_metadata()
-    saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
+    saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}  # sections
     state = state_of(run, with_moments="optimizer" in saved)
-    if manifest.precision != "fp16":
+    if manifest.precision != "fp16":  # only fp16 has a loss scale to restore
         del state["scaler"]
     if (manifest.world_size, manifest.device) != (run.world.world_size, run.world.device.type):
-        del state["ranks"]
+        del state["ranks"]  # the states of other ranks, or of another device, do not fit
     for name in sections(run).keys() - saved:
         state.pop(name, None)
     if "ema" in saved and "ema" not in state:
         run.world.warn(
             f"the average of the weights in {reader.folder} is dropped, since optim.ema=off"
         )
-    # Checkpoints of earlier versions have fewer columns.
+    # Its size comes from the checkpoint: those of earlier versions have fewer columns.
     size: Any = getattr(metadata.state_dict_metadata.get("interval"), "size", ())
     if len(size) != 2 or size[0] != manifest.world_size or size[1] < 3:
         raise CheckpointRejected(f".metadata has interval of {list(size)}, not a row per rank")
@@ -124,7 +125,7 @@ def read_state(run: Run, reader: Reader) -> State:
             f"checkpoint {reader.folder} does not fit this optimizer: its groups and their "
             f"parameters are {manifest.optimizer}, here {group_sizes(run)}"
         )
-    # The checkpoint has no optimizer moments if no step was applied before it was saved.
+    # There is no "optimizer" section if no step was applied before the save.
     for section in (state.keys() & saved) - {"model", "ranks"}:
         check_tensors(reader.folder, metadata, section, state[section])
     state |= expected_states(run, metadata.state_dict_metadata, manifest.world_size)
@@ -135,9 +136,9 @@ def read_state(run: Run, reader: Reader) -> State:
 def set_state(run: Run, manifest: Manifest, state: State) -> None:
     from dist_amp.checkpoint.packed import load_packed
 
-    options = StateDictOptions(strict="frozen" not in state)
+    options = StateDictOptions(strict="frozen" not in state)  # frozen parameters are not in it
     set_model_state_dict(run.parallel.module, state["model"], options=options)
-    if state["optimizer"]:
+    if state["optimizer"]:  # hyperparameters come from this run's config
         groups = get_optimizer_state_dict(run.parallel.module, run.optimizer)["param_groups"]
         moments: State = {"state": state["optimizer"], "param_groups": groups}
         set_optimizer_state_dict(run.parallel.module, run.optimizer, moments, options=options)
@@ -158,23 +159,22 @@ def set_state(run: Run, manifest: Manifest, state: State) -> None:
         set_statistics(run.parallel.module, rank_state["statistics"])
         set_random_state(rank_state["random"], run.world.device)
     else:
-        # No generator states fit these ranks. The seed depends on the step, or dropout would repeat
-        # the masks of the first steps.
+        # The seed depends on the step, or dropout would repeat the masks of the first steps.
         seed_all((run.config.run.seed + 1 + run.world.rank + 1_000_003 * run.step) % 2**63)
 
 
 def state_of(run: Run, with_moments: bool = False) -> State:
-    """Everything that a step depends on, as tensors: to save, or for a load to fill in place.
+    """Everything that a step depends on, as tensors: to be saved, or to be overwritten by a load.
 
-    with_moments: make missing moments (torch takes a step for it), for a load to overwrite.
+    with_moments: create the optimizer's moments if there are none; torch takes a step for that.
     """
     optimizer: Any = {}
     has_moments = any(run.optimizer.state.values())
     if with_moments and not has_moments:
-        run.optimizer.state.clear()  # with empty entries torch would make no moments
+        run.optimizer.state.clear()  # torch creates moments only if it is empty
     if has_moments or with_moments:
         optimizer = get_optimizer_state_dict(run.parallel.module, run.optimizer)["state"]
-    # This rank's own; in "model" a checkpoint has their average over the ranks.
+    # Of this rank's batches; in "model" a checkpoint has their average over the ranks.
     statistics = batch_statistics(run.parallel.module)
     rank_state = {
         "random": random_state(run.world.device),
@@ -182,7 +182,7 @@ def state_of(run: Run, with_moments: bool = False) -> State:
     }
     state = {
         "model": get_model_state_dict(run.parallel.module),
-        "optimizer": optimizer,  # without the groups' hyperparameters, which come from the config
+        "optimizer": optimizer,  # without hyperparameters, which come from the config
         "counters": run.schedule.counters,
         "scaler": run.scaler.state_dict(),
         "ranks": {str(run.world.rank): rank_state},
@@ -194,7 +194,7 @@ def state_of(run: Run, with_moments: bool = False) -> State:
 
 
 def sections(run: Run) -> dict[str, Any]:
-    """{section of a checkpoint: the observer whose tensors are saved in it}."""
+    """{section of a checkpoint: the observer that saves its tensors there}."""
     observers = [observer for observer in run.observers if hasattr(observer, "section")]
     return {observer.section: observer for observer in observers}
 

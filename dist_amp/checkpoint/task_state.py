@@ -1,7 +1,7 @@
-"""Warns of state of the task or its optimizer that no checkpoint saves.
+"""Warns of state of the task or its optimizer that no checkpoint contains.
 
-Attributes of the optimizer, and of a task without state_dict(), are compared at the first two
-saves. One that has changed in between would have its initial value in a resumed run.
+The attributes of the optimizer, and of a task without state_dict(), are compared between the first
+two saves of a run. One that has changed would go back to its initial value in a resumed run.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ SAMPLED_ELEMENTS = 2**16  # compared per tensor, evenly spread over it
 
 
 class Unsaved:
-    """Compares attributes of the task and the optimizer at the first two saves."""
+    """The attributes of the task and the optimizer at the first save."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -32,7 +32,7 @@ class Unsaved:
         self._first: dict[str, dict[str, list[str]]] = {}
 
     def compare(self) -> None:
-        """Called at each save; the second time it warns of what has changed since the first."""
+        """Call it at each save; at the second one it warns of what has changed since the first."""
         self._saves += 1
         if self._saves > 2:
             return

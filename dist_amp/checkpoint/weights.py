@@ -23,9 +23,9 @@ def load_weights(
 ) -> tuple[int, str]:
     """Load the checkpoint's weights into the model, in the model's dtypes. Returns (step, section).
 
-    section: "model", or with `prefers_average` "ema" if the checkpoint has a moving average of the
-    trained parameters. Frozen parameters that the checkpoint lacks stay as they are in the model.
-    Errors: DataError.
+    section: where the trained parameters come from: "model", or with `prefers_average` "ema", if
+    the checkpoint has their moving average. Frozen parameters of which the checkpoint has only a
+    checksum keep their values. Errors: DataError.
     """
     state: State = {"model": get_model_state_dict(model)}
     averages: State = {}

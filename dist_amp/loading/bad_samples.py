@@ -1,7 +1,7 @@
 """data.on_bad_sample=skip: samples that can't be read, augmented or collated are left out.
 
-A micro-batch then has the weight of its remaining samples; without any, it is padding. The loader
-finds bad samples (SkippingFetch); the training process lists and counts them (BadSamples).
+A micro-batch then has the weight of its remaining samples; without any, it becomes padding. The
+loader finds bad samples (SkippingFetch); the training process lists and counts them (BadSamples).
 
 Docs: docs/data.md
 """
@@ -23,12 +23,12 @@ from dist_amp.loading.samples import spread
 from dist_amp.world import World
 
 FOLDER = "bad_samples"
-WITNESSES = 8  # samples compared to find one that is sound
+WITNESSES = 8  # samples that are collated in pairs, to find a sound one
 
 
 @dataclass(frozen=True)
 class Remainder:
-    """What is left of a micro-batch: `batch`, its samples in `shard`, and {bad sample: error}."""
+    """What is left of a micro-batch. shard: the samples in `batch`. errors: of the bad samples."""
 
     batch: Any
     shard: Shard
@@ -51,7 +51,7 @@ class SkippingFetch(Fetch):
             self._sound = self._sound_sample(shard)
         errors = {}
         for index in shard.indices:
-            pair = self._batch_of(shard, self._sound, index)
+            pair = self._batch_of(shard, self._sound, index)  # collated with the sound sample
             if isinstance(pair, DataError):
                 errors[index] = str(pair)
         good = [index for index in shard.indices if index not in errors]
@@ -67,7 +67,7 @@ class SkippingFetch(Fetch):
         return super().__getitem__(replace(shard, indices=indices))
 
     def _sound_sample(self, shard: Shard) -> int:
-        """The one of WITNESSES samples that can be collated with most of them."""
+        """Of WITNESSES samples from all over the dataset, the one that fits most of the others."""
 
         def matches(index: int) -> int:
             batches = [self._batch_of(shard, index, other) for other in witnesses]
@@ -78,13 +78,13 @@ class SkippingFetch(Fetch):
 
 
 class BadSamples:
-    """Lists skipped samples in RUN/bad_samples/, a file per rank; ends the run above a limit."""
+    """Lists skipped samples in RUN/bad_samples/, a file per rank; too many of them end the run."""
 
     fetch = SkippingFetch
     training: Any  # the run's Batches, from `follow` on
 
     def __init__(self, world: World, folder: Path, most: float):
-        """folder: the run's. most: bad samples per epoch; below 1, a share of the samples."""
+        """folder: the run's. most: the limit of bad samples per epoch; below 1, a share of all."""
         self.world = world
         self.folder = folder / FOLDER
         self.file = self.folder / f"rank{world.rank:05d}.jsonl"
@@ -94,13 +94,13 @@ class BadSamples:
         self._is_reported = False
 
     def follow(self, training: Any) -> None:
-        """Set the training batches, whose position tells the epoch."""
+        """Set the run's training batches, from whose position the epoch follows."""
         self.training = training
 
     def leave_out(
         self, data: Any, batches: Sequence[Any], shards: Sequence[Shard], *, is_new: bool
     ) -> tuple[list[Any], list[Shard]]:
-        """Remove bad samples from the batches; list new ones. Errors: DataError above the limit."""
+        """Unwrap each `Remainder`; list bad samples, if `is_new`. Errors: DataError if too many."""
         if is_new and data is self.training and not self._is_continued:
             self._continue()
         good_batches = list(batches)
@@ -151,10 +151,10 @@ class BadSamples:
             )
 
     def _continue(self) -> None:
-        """Read the lists in the folder, and drop entries of this step and later ones."""
+        """Continue the lists in the folder, without entries of this step and later ones."""
         self._is_continued = True
         for path in sorted(self.folder.glob("rank*.jsonl")):
-            # The files of ranks that no longer exist are divided over the ranks.
+            # The lists of ranks that no longer exist are divided among the ranks.
             number = int(path.stem.removeprefix("rank"))
             if number % self.world.world_size != self.world.rank:
                 continue

@@ -1,4 +1,4 @@
-"""Length bucketing: batches of samples of similar length, for less padding.
+"""Length bucketing: each step takes samples of similar length, for less padding.
 
 Docs: docs/packing.md
 """
@@ -17,7 +17,7 @@ from dist_amp.settings import DataConfig
 
 
 def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
-    """The training dataset, in the order that data.group_by_length asks for: see LengthGroups."""
+    """The training dataset with the order that data.group_by_length asks for: see LengthGroups."""
     steps = data.group_by_length
     if steps == "off" or isinstance(dataset, LengthGroups):
         return dataset
@@ -31,7 +31,7 @@ def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
 class LengthGroups:
     """A map-style dataset whose shuffle gives the samples of a step similar lengths.
 
-    steps: the window; a larger one pads and shuffles less. lengths: an array or a callable.
+    steps: how many are sorted together; more pad less and shuffle less. lengths: array or callable.
     """
 
     def __init__(self, dataset: Any, steps: int, lengths: Any = None):
@@ -78,22 +78,22 @@ class LengthGroups:
             shuffle = epoch_order(base, len(self), seed, epoch)
             return bucketed(shuffle, self.lengths, global_batch_size, self.steps, (seed, epoch))
 
-        # Stored in checkpoints.
+        # The name is stored in checkpoints.
         return f"{base}, sorted by length over {self.steps} steps of {global_batch_size}", order
 
 
 def bucketed(
     shuffle: EpochOrder, lengths: Any, global_batch_size: int, steps: int, key: tuple[int, int]
 ) -> EpochOrder:
-    """Positions, int64 -> samples: a bijection if `shuffle` is one.
+    """The function from positions, int64, to samples: a bijection if `shuffle` is one.
 
-    The samples of each window of `steps` steps are sorted by length and cut into steps again, which
-    are then shuffled. An incomplete step at the end keeps its samples.
+    The samples of each window of `steps` steps are sorted by length and cut into steps again, whose
+    order is shuffled. An incomplete step at the end of the epoch keeps its samples.
     """
     window = global_batch_size * steps
     size = window * max(1, LOOKED_UP // window)  # positions per table: whole windows
 
-    @lru_cache(maxsize=2)  # positions are looked up in order
+    @lru_cache(maxsize=2)  # suffices, because positions are looked up in order
     def table(number: int) -> Tensor:
         start = number * size
         samples = shuffle(torch.arange(start, min(start + size, len(lengths)))).numpy()

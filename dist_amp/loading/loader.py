@@ -1,4 +1,4 @@
-"""Read a dataset by micro-batches, in this process or in loader workers (workers.py)."""
+"""Fetch micro-batches from a dataset, in this process or in loader workers (workers.py)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from dist_amp.loading.plan import Shard
 
 
 class Fetch:
-    """Map-style view of a dataset by micro-batches, so that a loader worker collates what it reads.
+    """Map-style dataset: Shard -> batch, so that loader workers also augment and collate.
 
-    A DataError is returned for the rank to raise: raised in a worker, it would arrive as text.
+    A DataError is returned, and raised by the rank: raised in a worker, it would arrive as text.
     """
 
     def __init__(self, dataset: Any, task: Any, split: str, seeds: bool = False):
@@ -22,11 +22,11 @@ class Fetch:
         self.collate = getattr(task, "collate", default_collate)
         self.split = split
         self.augment: Any = getattr(task, "augment", None) if split == "training" else None
-        self._seeds = seeds  # seed for each micro-batch in the training process, too
+        self._seeds = seeds  # whether to seed random numbers outside of loader workers, too
 
     def __getitem__(self, shard: Shard) -> Any:
         if self._seeds or get_worker_info() is not None:
-            # A worker's own random numbers would depend on how many workers there are.
+            # Else random numbers would depend on how many workers there are.
             seed_host(shard.seed)
         indices = shard.indices
         try:
@@ -56,7 +56,7 @@ class Fetch:
     def _odd_column(self, samples: Sequence[Any], indices: Sequence[int]) -> str:
         """Text on the first column whose type or shape differs from the first sample's; or "".
 
-        In a loader worker, torch's own error names neither the column nor the sample.
+        torch's own error would name neither the column nor the sample.
         """
         if not all(isinstance(sample, Mapping) for sample in samples):
             return ""
@@ -75,7 +75,7 @@ class Fetch:
         return ""
 
     def _unreadable(self, indices: tuple[int, ...], error: Exception) -> DataError:
-        """The error for samples that can't be read; names the first that can't be read alone."""
+        """The error for samples that can't be read; names the one that causes it, if one does."""
         for index in indices:
             try:
                 read(self.dataset, (index,))
@@ -91,7 +91,7 @@ class Fetch:
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """Samples of a map-style dataset, all at once if it has `__getitems__`."""
+    """Read samples of a map-style dataset, all at once if it has `__getitems__`."""
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(list(indices))
     return [dataset[index] for index in indices]
@@ -112,7 +112,7 @@ def load(
     pin_memory: bool = False,
     rank: int,
 ) -> tuple[Iterator[Any], Callable[[], None]]:
-    """Returns (fetch[request] for each request, in order; a function that ends the workers)."""
+    """Returns (an iterator of fetch[request], in order; a function that ends the workers)."""
     if not workers:
         return map(fetch.__getitem__, requests()), lambda: None
     from dist_amp.loading.workers import start

@@ -1,6 +1,6 @@
 """Nested structures, such as samples and batches: find their tensors, move them to a device.
 
-Structures are what torch's pytrees support, and objects with a method `to(device)`.
+Structures are torch's pytrees (dicts, lists, ...), and may contain objects with a `to(device)`.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-WITHOUT_TENSORS = (str, bytes, int, float, type)  # not searched; a class has many attributes
+WITHOUT_TENSORS = (str, bytes, int, float, type)  # not searched: a class has many attributes
 
 
 def tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -44,8 +44,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     def moved(part: Any) -> Any:
         if isinstance(part, Tensor):
-            # The host need not wait for a copy from pinned memory. A tensor that the loader has
-            # pinned stays the same.
+            # The host does not wait for a copy from pinned memory. A tensor that the loader has
+            # pinned is not copied again.
             if device.type == "cuda" and part.device.type == "cpu" and part.layout == torch.strided:
                 part = part.pin_memory()
             return part.to(device, non_blocking=True)
@@ -73,14 +73,14 @@ class CopyStream:
     def __init__(self, device: torch.device):
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        self._last_call: Any = None  # an event on the compute stream
+        self._last_call: Any = None  # an event on the compute stream, recorded by each call
 
     def __call__(self, batches: list[Any]) -> list[Any]:
         compute = torch.cuda.current_stream(self.device)
         if self._last_call is not None:
-            # The GPU holds at most two steps' micro-batches: wait until it is at the previous call.
+            # Wait for the kernels before the last call: at most two steps' batches are on the GPU.
             self._last_call.synchronize()
-        # blocking: the wait for it takes no CPU time from other threads.
+        # blocking: its synchronize() sleeps, and takes no CPU time from other threads.
         self._last_call = torch.cuda.Event(blocking=True)
         self._last_call.record(compute)
         with torch.cuda.stream(self._stream):
@@ -88,6 +88,6 @@ class CopyStream:
         compute.wait_stream(self._stream)
         for tensor in tensors(moved):
             if tensor.device.type == self.device.type:
-                # Otherwise the next copy could be given its memory while kernels still read it.
+                # Else the allocator could give its memory to a copy while kernels still read it.
                 tensor.record_stream(compute)
         return moved

@@ -1,4 +1,8 @@
-"""The samples that this rank takes in each step: a pure function of the seed and the position."""
+"""The samples that this rank takes in each step: a pure function of the seed and the position.
+
+`epoch_order` maps the positions in an epoch to samples: by a table, or for long datasets by a
+computed permutation (`permute`). `shard_step` divides a step over ranks and micro-batches.
+"""
 
 import hashlib
 import math
@@ -13,15 +17,13 @@ import torch
 from torch import Tensor
 
 Order = Literal["dataset", "randperm", "feistel"]
-EpochOrder = Callable[[Tensor], Tensor]  # positions in an epoch -> samples
-OrderOf = Callable[[int, int], EpochOrder]  # of a seed and an epoch
+EpochOrder = Callable[[Tensor], Tensor]  # positions in an epoch -> indices of samples
+OrderOf = Callable[[int, int], EpochOrder]  # (seed, epoch) -> the epoch's order
 Deal = Callable[[Sequence[int], int, int, int], list["Shard"]]  # a function like shard_step
 
 TABLE_LENGTH = 2**16  # half a MiB per rank, made in under a millisecond (measured)
-# Each changes one of two digits. NIST SP 800-38G uses 8 (FF3) and 10 (FF1) for small domains.
-ROUNDS = 10
-# Positions permuted at a time: 8 take half the time of 4,096 (measured).
-LOOKED_UP = 4096
+ROUNDS = 10  # of the Feistel network. NIST SP 800-38G has 8 (FF3) and 10 (FF1) for small domains.
+LOOKED_UP = 4096  # positions permuted at a time: even 8 take half the time of 4,096 (measured)
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,14 @@ class Shard:
     """One micro-batch of one rank, by its samples' indices."""
 
     indices: tuple[int, ...]
-    counts: bool = True  # False: padding
+    counts: bool = True  # False: padding, whose loss has weight 0
     seed: int = 0  # of a loader worker's random numbers
-    augmentation: int = 0  # the epoch's part of a sample's augmentation seed; the rest is its index
+    augmentation: int = 0  # with a sample's index, the seed of its augmentation in this epoch
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The samples that this rank takes in each step."""
+    """The samples that this rank takes in each step of a dataset of `length` samples."""
 
     length: int
     global_batch_size: int
@@ -56,7 +58,7 @@ class Plan:
         end = self.length
         if self.drop_last:
             end = self.length - size + 1
-        at_once = max(1, LOOKED_UP * self.world_size // size)
+        at_once = max(1, LOOKED_UP * self.world_size // size)  # steps that are permuted together
         epoch, offset = divmod(position, self.length)
         while True:
             order = order_of(self.seed, epoch)
@@ -82,7 +84,7 @@ class Plan:
             step = []
             for number, shard in enumerate(shards):
                 indices = tuple(islice(samples, len(shard.indices)))
-                micro_batch = number * self.world_size + self.rank  # of all ranks'
+                micro_batch = number * self.world_size + self.rank  # its number among all ranks'
                 seed = hash((self.seed, consumed, micro_batch)) % 2**63
                 step.append(Shard(indices, shard.counts, seed, augmentation))
             yield consumed, step
@@ -95,14 +97,13 @@ class Plan:
 def shard_step(
     window: Sequence[int], world_size: int, micro_batch_size: int, rank: int
 ) -> list[Shard]:
-    """One step's samples, or positions -> this rank's micro-batches: the same number on every rank.
-
-    If possible, none has a single sample, on which batch norm fails; instead, some are padding.
+    """Positions (or samples) of a step -> this rank's micro-batches, as many as on each other rank.
+    Where possible, none has a single sample, on which batch norm fails; some are padding instead.
     """
     length = len(window)
-    padding = Shard(tuple(window[: min(2, micro_batch_size)]), counts=False)
+    padding = Shard(tuple(window[: min(2, micro_batch_size)]), counts=False)  # the first samples
     count = math.ceil(length / (world_size * micro_batch_size))
-    # How many micro-batches of all ranks hold samples; the others are padding.
+    # The number of micro-batches, over all ranks, that hold samples; the others are padding.
     filled = max(min(count * world_size, length // 2), math.ceil(length / micro_batch_size))
     shards = []
     for first in range(0, count * world_size, world_size):
@@ -123,7 +124,7 @@ def shuffled_order(length: int) -> Order:
 
 
 def epoch_order(order: str, length: int, seed: int, epoch: int) -> EpochOrder:
-    """Positions in an epoch, int64 in [0, length) -> the samples, of that shape: a bijection."""
+    """The function from positions in an epoch, int64 in [0, length), to samples: a bijection."""
     if order == "dataset":
         return torch.clone
     if order == "feistel":
@@ -140,17 +141,16 @@ def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
 def permute(
     positions: Tensor, length: int | Tensor, keys: Sequence[int] | Sequence[Tensor]
 ) -> Tensor:
-    """A permutation of [0, length) that depends on `keys`, at `positions`, int64 of any shape.
+    """A permutation of [0, length), computed at `positions`, int64 of any shape.
 
-    length, at most 2^52, and keys: one for all or one per position. Instead of a table, a Feistel
-    network over pairs of digits; its rare results beyond the last sample are permuted again
-    ("cycle walking"). Source: Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9.
+    `length`, at most 2^52, and each of the ROUNDS keys are one number, or one per position. A
+    Feistel network permutes [0, low_base * high_base); its rare results beyond the last sample are
+    permuted again ("cycle walking"). Source: Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9.
     """
     lengths = torch.as_tensor(length).expand_as(positions)
     keys_of = [torch.as_tensor(key).expand_as(positions) for key in keys]
-    # A position is high * low_base + low, with digits of nearly equal range. Every machine rounds
-    # the square root of an integer alike.
-    low_bases = lengths.double().sqrt().ceil().long()
+    # A position is high * low_base + low, with digits of nearly equal range.
+    low_bases = lengths.double().sqrt().ceil().long()  # by IEEE 754, the same on every machine
     high_bases = (lengths - 1) // low_bases + 1
     samples = _feistel(positions, low_bases, high_bases, keys_of)
     while (outside := samples >= lengths).any():  # fewer than one in sqrt(length)
@@ -164,7 +164,7 @@ def permute(
 
 
 def _feistel(values: Tensor, low_base: Tensor, high_base: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """A permutation of [0, low_base * high_base)."""
+    """A permutation of [0, low_base * high_base): rounds add a hash of one digit to the other."""
     high = values // low_base
     low = values - high * low_base
     for number, key in enumerate(keys):
@@ -176,13 +176,13 @@ def _feistel(values: Tensor, low_base: Tensor, high_base: Tensor, keys: Sequence
 
 
 def _add_below(digit: Tensor, other: Tensor, base: Tensor) -> Tensor:
-    """Computes (digit + other) modulo base for two numbers below base, without a division."""
+    """(digit + other) modulo base, for two numbers below base, without a division."""
     total = digit + other
     return torch.where(total < base, total, total - base)
 
 
 def _hash_below(digit: Tensor, key: Tensor, base: Tensor) -> Tensor:
-    """A number in [0, base) for each digit, by a 64-bit key: MurmurHash3's finaliser, twice."""
+    """A hash in [0, base) of each digit and a 64-bit key. Source: MurmurHash3's finaliser."""
     mixed = (digit + key).mul_(-0xAE502812AA7333)  # 0xff51afd7ed558ccd
     mixed.bitwise_xor_(mixed >> 32).mul_(-0x3B314601E57A13AD)  # 0xc4ceb9fe1a85ec53
     # base is at most 2^31, so that the product with 32 bits stays positive.

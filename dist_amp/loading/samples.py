@@ -1,4 +1,4 @@
-"""Read the content of a few samples, to compare datasets."""
+"""Read the content of a few samples, in a loader worker, to compare datasets."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from dist_amp.task import PLAIN
 
 
 def spread(length: int, count: int) -> list[int]:
-    """The first index below `length`, the last, and others evenly between them."""
+    """Up to `count` indices below `length`: the first, the last, and others evenly between them."""
     return sorted({round(i * (length - 1) / (count - 1)) for i in range(count)})
 
 
 def sample_bytes(dataset: Any, index: int) -> bytes:
-    """The content of a sample, with the same random augmentations every time."""
+    """The content of a sample; random transforms in the dataset do the same each time."""
     seed_all(index)
     content = []
     for leaf in tree_leaves(read(dataset, (index,))):
@@ -37,7 +37,7 @@ def sample_bytes(dataset: Any, index: int) -> bytes:
 
 @dataclass
 class Calls:
-    """Gives a loader the results of a function in place of a dataset's samples."""
+    """A dataset for a loader: its samples are the results of a function."""
 
     function: Callable[[Any], Any]
 
@@ -46,9 +46,8 @@ class Calls:
 
 
 def call_in_worker(function: Callable[..., Any], data: Any, requests: Sequence[Any]) -> list[Any]:
-    """function(dataset, request) for each request, in a loader worker if the run has any.
-
-    Workers that are forked later would share a file that the dataset opens here. data: the Batches.
+    """function(dataset, request) for each request, in a loader worker if the run has any: workers
+    that are forked later would share a file that the dataset opens in this process.
     """
     calls = Calls(partial(function, data.fetch.dataset))
     workers = min(1, data.workers)

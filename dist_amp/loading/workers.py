@@ -1,8 +1,8 @@
 """The loader worker processes of a rank, run by torch's DataLoader.
 
-Added here: a worker that gets stuck in its fork is started again. Workers ignore stop signals,
-because the rank needs their batches until it has saved, and die with their rank. A batch that can't
-be sent ends its worker with an error, where Python only prints it and the rank waits for ever.
+Added here: workers that get stuck in their fork are started again. Workers ignore stop signals,
+because the rank needs their batches until it has saved, and they die with their rank. A batch that
+can't be sent ends its worker: Python would only print the error, and the rank would wait for ever.
 """
 
 import faulthandler
@@ -27,8 +27,8 @@ from dist_amp.distributed.process import die_with_parent, in_thread
 from dist_amp.distributed.signals import STOP_SIGNALS
 from dist_amp.errors import DataError, first_line, in_one_line
 
-# One in some thousand forks leaves a worker stuck before its first line: Python 3.11 takes a lock
-# there that another thread of the parent may hold.
+# One fork in some thousands leaves a worker stuck before its first line: Python 3.11 takes a lock
+# there, which another thread of the parent may have held during the fork.
 START_SECONDS = 20.0
 START_ATTEMPTS = 3
 
@@ -37,7 +37,7 @@ def start(
     fetch: Any, requests: Callable[[], Iterable[Any]], workers: int, pin_memory: bool, rank: int
 ) -> tuple[Iterator[Any], Callable[[], None]]:
     for _ in range(START_ATTEMPTS):
-        # New requests for each attempt: a failed one has consumed the first.
+        # New requests for each attempt: a failed attempt has consumed the first ones.
         batches = _started(fetch, requests(), workers, pin_memory, rank)
         if batches is not None:
             return batches, partial(_shut_down, batches)
@@ -47,7 +47,7 @@ def start(
 
 
 def _started(fetch: Any, requests: Any, workers: int, pin_memory: bool, rank: int) -> Any:
-    """The iterator of a DataLoader whose workers run; None if one is stuck in its fork.
+    """The iterator of a DataLoader whose workers run; None if a worker is stuck in its fork.
 
     The start method is that of `multiprocessing`: fork; or spawn or forkserver (the default from
     Python 3.14 on), which pickle `fetch` and import the files of its classes again.
@@ -63,7 +63,7 @@ def _started(fetch: Any, requests: Any, workers: int, pin_memory: bool, rank: in
         collate_fn=_unchanged,
         num_workers=workers,
         pin_memory=pin_memory,
-        # The loader draws a number when it starts: not from the generator that dropout uses.
+        # The loader draws a number when it starts; this keeps dropout's generator as it is.
         generator=torch.Generator(),
         worker_init_fn=partial(_start_worker, started),
     )
@@ -87,13 +87,13 @@ def _started(fetch: Any, requests: Any, workers: int, pin_memory: bool, rank: in
             return batches
         _shut_down(batches)
         for process in processes:
-            process.kill()  # a stuck one does not notice the shutdown
+            process.kill()  # a stuck worker does not notice the shutdown
         return None
-    while workers:  # without a limit: imports may take long, but don't get stuck
+    while workers:  # not yet running; without a limit, as imports may take long but don't hang
         try:
             workers -= started.acquire(timeout=1.0)
             is_alive = all(process.is_alive() for process in processes)
-        except RuntimeError:  # torch's, when a child of this process ends
+        except RuntimeError:  # raised by torch when a child of this process ends
             is_alive = False
         if not is_alive:
             raise DataError(
@@ -110,22 +110,22 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _shut_down(batches: Any) -> None:
-    """Let the workers finish, and wait for them, by a private method of torch if it exists."""
+    """Let the workers end, and wait for them, by a private method of torch if it exists."""
     with suppress(RuntimeError):  # a worker has died already
         getattr(batches, "_shutdown_workers", lambda: None)()
 
 
 def _start_worker(started: Any, worker: int) -> None:
-    # As torch does, but torch would lose a tensor's conjugate and negative bits.
+    # Send tensors as torch does, which by itself would lose a tensor's conjugate and negative bits.
     ForkingPickler.register(Tensor, lambda t: reduce_tensor(t.resolve_conj().resolve_neg()))
     for number in STOP_SIGNALS:  # the rank needs its workers until it has saved
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    faulthandler.register(signal.SIGUSR2, file=2)  # the watchdog asks where it hangs
-    # A worker shares its rank's sockets: if it outlived the rank, others would think it alive.
+    faulthandler.register(signal.SIGUSR2, file=2)  # the watchdog's request to print the stack
+    # A worker shares its rank's sockets: if it outlived the rank, the rank would seem alive.
     die_with_parent(signal.SIGKILL)
     rank: Any = multiprocessing.parent_process()
-    if rank.pid != os.getppid():  # a fork server's child, which must watch the rank itself
+    if rank.pid != os.getppid():  # the parent is a fork server: watch the rank in a thread
         in_thread(lambda: (rank.join(), os._exit(1)))
     queue: Any = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = staticmethod(lambda error, batch: _end_worker(error))

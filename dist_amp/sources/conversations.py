@@ -7,7 +7,7 @@ data.text_column       a text, all of which counts
 conversations          a chat in ShareGPT's format
 
 The chat template turns a chat into text. An answer's tokens are those that the template marks with
-{% generation %}, or without such marks, those by which the text grows when the turn is added.
+{% generation %}, or without such marks, those by which the text grows when the answer is added.
 """
 
 import json
@@ -33,7 +33,7 @@ LAYOUTS = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant"}  # ShareGPT's, Gemma's
-# Other trainers' keys for messages to leave out of the loss; rejected, not ignored.
+# Keys by which other trainers leave messages out of the loss; rejected, rather than ignored.
 OTHER_WEIGHTS = {"train", "training", "trainable", "loss", "loss_mask", "mask"}
 # A tag that opens reasoning, such as <think> or [THINK], at the end of a prompt, but not a tag that
 # closes it, such as <|END_THINKING|>.
@@ -41,7 +41,7 @@ OPENS_THOUGHT = re.compile(
     r"[<\[](?!\W*end)[\w:|]*(think|thought|reason)\w*[|>\]]+\s*$", re.IGNORECASE
 )
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
-ROWS_TO_TRY = 32  # encoded at the start, to warn of answers that can't be trained on
+ROWS_TO_TRY = 32  # chats that are encoded at the start, to warn of answers that can't be trained on
 Encoded = tuple[list[int], list[int]]  # token ids, labels
 Row = dict[str, Any]
 Message = Row
@@ -49,7 +49,7 @@ Apply = Callable[..., Any]  # apply_chat_template with the row's tools
 
 
 def layout(columns: Sequence[str], text_column: str) -> str:
-    """The column that identifies the layout of rows; "" if the layout is unknown."""
+    """The column that decides the layout of rows with these columns; "" if no column does."""
     for form in ("messages", "prompt", text_column, "conversations"):
         if form in columns and (form != "prompt" or "completion" in columns):
             return form
@@ -57,7 +57,7 @@ def layout(columns: Sequence[str], text_column: str) -> str:
 
 
 def columns_read(rows: Any, text_column: str) -> Any:
-    """The rows, with only the columns that are needed: images, for example, take time to decode."""
+    """The rows with only the needed columns, since images, for example, take time to decode."""
     form = layout(rows.column_names, text_column)
     needed = (form, *LAYOUTS.get(form, ()))
     return rows.select_columns([name for name in rows.column_names if name in needed])
@@ -99,7 +99,7 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
             messages, trained_from = chat_of(row, text_column)
             answers = len(trained_answers(messages, trained_from))
             _, labels = encode_chat(messages, tokenizer.chat, trained_from, row.get("tools"))
-            found = sum(a < 0 <= b for a, b in pairwise([IGNORE_INDEX, *labels]))  # token spans
+            found = sum(a < 0 <= b for a, b in pairwise([IGNORE_INDEX, *labels]))  # unmasked spans
             if found < answers:
                 warn(
                     f"only {found} of the {answers} answers of a chat can be trained on: the chat "
@@ -121,7 +121,7 @@ def encode(row: Row, tokenizer: Tokenizer, text_column: str) -> Encoded:
 
 
 def encode_text(prompt: str, text: str, tokenizer: Tokenizer) -> Encoded:
-    """Returns (token ids, labels) of a text after a prompt, whose loss is masked."""
+    """Returns (token ids, labels) of a prompt and its text; the prompt's labels are masked."""
     ids = tokenizer.encode(prompt + text)
     start = 0
     if prompt:
@@ -142,7 +142,7 @@ def text_of(row: Row, column: str) -> str:
 
 
 def chat_of(row: Row, text_column: str) -> tuple[list[Message], int]:
-    """Returns (a row's messages, the index of the first one that may be trained on)."""
+    """Returns (a row's messages, the index of the first message that may be trained on)."""
     form = layout(list(row), text_column)
     if form == "prompt":
         prompt = turns(row, "prompt")
@@ -154,8 +154,8 @@ def chat_of(row: Row, text_column: str) -> tuple[list[Message], int]:
 
 
 def turns(row: Row, column: str) -> list[Message]:
-    """The messages in a column, with known roles, each content as one string, and without the nulls
-    that Arrow adds. Errors: DataError for anything else.
+    """The messages in a column, checked: with known roles, contents as one string each, and without
+    the nulls that Arrow adds. Errors: DataError for anything else.
     """
     messages = without_nulls(row[column])
     problem = DataError(
@@ -254,13 +254,13 @@ def check_tools(messages: list[Message], tools: Any, text: str, tokenizer: Any) 
 
 
 def encode_marked(messages: list[Message], trained: list[int], apply: Apply) -> Encoded:
-    """Encode a chat, with the answers as the template marks them by {% generation %}."""
+    """Encode a chat whose template marks the answers by {% generation %}."""
     chat = apply(messages, return_dict=True, return_assistant_tokens_mask=True)
     ids = chat["input_ids"]
     mask = chat["assistant_masks"]
     answers = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
     if trained != answers:
-        # How many marked stretches have begun up to each token: its answer's number, from 1 on.
+        # At each token, how many marked spans have begun: the number of its answer, from 1 on.
         begun = list(accumulate(int(a < b) for a, b in pairwise([0, *mask])))
         if max(begun, default=0) != len(answers):
             raise DataError(
@@ -276,25 +276,25 @@ def encode_marked(messages: list[Message], trained: list[int], apply: Apply) -> 
 def encode_unmarked(
     messages: list[Message], trained: list[int], text: str, tokenizer: Any, apply: Apply
 ) -> Encoded:
-    """Encode a chat; an answer is what the chat's text grows by when the turn is added.
+    """Encode a chat without marks; an answer is what the text grows by when the answer is added.
 
     Reasoning is part of the answer, with the tag that opens it, even where a template puts that tag
-    at the end of the prompt, alone or in an empty block. An answer counts only as far as the whole
-    chat renders it like the chat that ends with it, and only if the turns before it stay the same.
+    at the end of the prompt, alone or in an empty block. Only tokens that are the same in the whole
+    chat and in the chat that ends with the answer count, and only if the turns before are, too.
     """
     ids = ids_of(text, tokenizer)
     labels = [IGNORE_INDEX] * len(ids)
     for number in trained:
         if number:
             prompt_text = apply(messages[:number], tokenize=False, add_generation_prompt=True)
-        else:  # templates fail on an empty chat: compare with another answer instead
+        else:  # no turn before it, and templates fail on an empty chat: compare two answers instead
             other = "1" if (messages[0]["content"] or "").strip().startswith("0") else "0"
             prompt_text = apply([{"role": "assistant", "content": other}], tokenize=False)
         shared = text[: common_prefix(text, prompt_text)]
         start = common_prefix(ids, ids_of(OPENS_THOUGHT.sub("", shared), tokenizer))
         if number and shared != prompt_text:
-            # What opens an answer may differ, but not the turns before it; their last token may
-            # merge with the next.
+            # What opens an answer may differ, but not the turns before it, except for their last
+            # token, which may merge with what follows.
             before = ids_of(apply(messages[:number], tokenize=False), tokenizer)
             if common_prefix(ids, before) < len(before) - 1:
                 continue

@@ -1,8 +1,8 @@
-"""Rows through the `datasets` library: memory-mapped in its cache, or images where they are.
+"""Rows by the `datasets` library: memory-mapped in its cache, or images read where they are.
 
 The library converts files once, in one process per machine. Two things are done here instead: CSV
-tables are read by pyarrow, because pandas would read a text such as None as missing; and images get
-their labels.
+tables are read by pyarrow, because pandas would read a text such as None as a missing value; and
+images get their labels, from class folders or from a CSV table.
 """
 
 import glob
@@ -35,7 +35,7 @@ LOADERS: dict[str, tuple[str, dict[str, str]]] = {
     "tsv": ("csv", {"sep": "\t"}),
     "parquet": ("parquet", {}),
 }
-BLOCK_BYTES = 2**26  # of a CSV file that are parsed at a time; no row may be larger
+BLOCK_BYTES = 2**26  # parsed at a time of a CSV file; no row may be larger
 
 
 def from_hub(config: SourceConfig) -> Any:
@@ -55,7 +55,7 @@ def from_hub(config: SourceConfig) -> Any:
         if datasets.config.HF_HUB_OFFLINE:
             fix = f"it is not cached, and the hub is unreachable or HF_HUB_OFFLINE is set: {fix}"
         raise not_loaded(f"data.name={config.name}", error, fix) from error
-    # After any error of the hub, the library uses the newest commit in its cache.
+    # After any error of the hub, the library falls back to the newest commit in its cache.
     if type(builder).__module__.endswith(".cache"):
         log.info("data: %s comes from the cache, commit %s", name, builder.hash)
         if revision not in ("", "main", builder.hash):
@@ -87,22 +87,22 @@ def from_files(config: DataConfig, files: Files) -> Any:
 def convert(config: DataConfig, files: Files) -> Any:
     loader, options = LOADERS[files.format]
     if loader == "csv":
-        # Unused options: they give each value of these settings its own conversion in the cache.
+        # `read_tables` ignores these options: they give each setting its own entry in the cache.
         options = {**options, "na_values": config.text_column}
         if config.most_bad_samples:
             options["on_bad_lines"] = "skip"
-    # The library reads paths as glob patterns.
+    # The library takes paths for glob patterns.
     escape = glob.escape if is_local(files.fs) else files.address
     data_files = {split: [escape(path) for path in paths] for split, paths in files.splits.items()}
     builder = datasets.load_dataset_builder(loader, data_files=data_files, **options)
     if loader == "csv":
         builder._generate_tables = partial(read_tables, config, options.get("sep", ","))
     elif loader == "parquet" and not Path(builder.cache_dir, "dataset_info.json").exists():
-        read_source(files.fs, files.paths)  # its error names a damaged file
-    # A remote file is downloaded again if its ETag has changed.
+        read_source(files.fs, files.paths)  # for its error, which names a damaged file
+    # use_etag: a remote file is downloaded again if its ETag has changed.
     cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
     download = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
-    # For converted files, too: the builder may have looked before another process wrote them.
+    # Even if the cache has the rows by now: the builder may have looked before they were written.
     builder.download_and_prepare(download_config=download)
     return builder.as_dataset()
 
@@ -150,7 +150,7 @@ def read_tables(
 
 
 def broken_line(files: Files) -> str:
-    """Text for an error about the first line that is not UTF-8 or not JSON; "" if there is none."""
+    """Error text on the first line that is not UTF-8, or in JSONL not JSON; "" if there is none."""
     for path in files.paths:
         where = files.address(path)
         try:

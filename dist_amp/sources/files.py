@@ -39,22 +39,22 @@ FORMATS = {
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp"), "images"),
 }
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-# Files that identify a folder written by save_to_disk or dist_amp.tokenize.
+# A file that identifies a folder written by save_to_disk or dist_amp.tokenize -> the format.
 MARKS = {
     **dict.fromkeys(("dataset_dict.json", "dataset_info.json", "state.json"), "saved"),
     "tokens.json": "tokens",
 }
-# A whole word of a file's name, as in wiki.train.txt or en_test-00.jsonl.
+# A split's name as a whole word of a file's name, as in wiki.train.txt or en_test-00.jsonl.
 SPLIT_NAME = re.compile(r"(?:^|(?<=[._-]))(train|test|valid|val|dev)(?:ing|ation)?(?=[._\-\d]|$)")
-LABEL_TABLES = {"labels.csv", "metadata.csv"}  # beside images
+LABEL_TABLES = {"labels.csv", "metadata.csv"}  # with the labels of images next to them
 # Files that come with a dataset but are not data; used only if there are no other files.
 COMPANION = re.compile(
     r"(licen[cs]e|readme|notice|copying|citation|changelog|requirements|vocab|merges|config|"
     r"tokenizer|tokenizer_config|special_tokens_map|dataset_infos|metadata)\."
 )
 HIDDEN = re.compile(r"(^|/)\.[^/]")
-OUTAGE_SECONDS = 120.0  # of retries; less than the default run.timeout_seconds
-FIRST_PAUSE = 0.5
+OUTAGE_SECONDS = 120.0  # time for retries; less than the default run.timeout_seconds
+FIRST_PAUSE = 0.5  # seconds between retries, doubled after each
 LONGEST_PAUSE = 8.0
 # Errors that a retry does not change.
 PERMANENT = (PermissionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
@@ -63,12 +63,12 @@ Sizes = dict[str, int | None]  # {path: bytes}; None if a server does not report
 
 @dataclass(frozen=True)
 class Files:
-    fs: Any
+    fs: Any  # an fsspec file system
     root: str  # the path in `fs` that `data.path` names
     format: str
     splits: dict[str, list[str]]  # sorted paths; empty for the formats saved and tokens
-    bytes: int  # without files of unknown size
-    rest: str = ""  # of an address inside another: ::s3://b/all.zip of zip://*.csv::s3://b/all.zip
+    bytes: int  # in total, without files of unknown size
+    rest: str = ""  # of a chained address: ::s3://b/all.zip in zip://*.csv::s3://b/all.zip
     tables: tuple[str, ...] = ()  # CSV files with labels, beside images
 
     @property
@@ -167,7 +167,7 @@ def format_of(path: str) -> str:
 
 
 def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
-    """{split: paths}, if the paths name splits (train/0.csv, en_train.csv); else all are train."""
+    """{split: paths} if paths name splits (train/0.csv, en_train.csv); else {"train": paths}."""
     top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
     splits: dict[str, list[str]] = {}
     for path in paths:
@@ -196,14 +196,14 @@ def split_of(path: str, format_: str) -> str:
 
 
 def stay_local_without_network() -> None:
-    """Use only the cache if the hub does not answer within 5 s: its library retries for 30 s."""
+    """Use only cached data if the hub does not answer in 5 s: its library would retry for 30 s."""
     import datasets
     from huggingface_hub import constants
 
     hub = urlsplit(constants.ENDPOINT)
-    is_set_up = "HF_HUB_OFFLINE" in os.environ or {"all", hub.scheme} & set(getproxies())
-    if datasets.config.HF_HUB_OFFLINE or is_set_up:
-        return
+    is_configured = "HF_HUB_OFFLINE" in os.environ or {"all", hub.scheme} & set(getproxies())
+    if datasets.config.HF_HUB_OFFLINE or is_configured:
+        return  # the environment says whether the hub is used, or through which proxy
     address = (hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443))
     with suppress(OSError), socket.create_connection(address, timeout=5):
         return
@@ -230,7 +230,7 @@ def fetch(fs: Any, path: str, start: int, end: int) -> Any:
 
 
 def with_retries(fs: Any, path: str, call: Callable[[], Any]) -> Any:
-    """call(), retried while its error may be temporary. Errors: DataError, FileNotFoundError."""
+    """Call it, again while its error may be temporary. Errors: DataError, FileNotFoundError."""
     start = time.monotonic()
     pause = FIRST_PAUSE
     while True:

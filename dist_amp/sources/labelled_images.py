@@ -16,7 +16,7 @@ from dist_amp.sources.load import load_split
 
 
 def labelled_rows(data: DataConfig, split: str, image_column: str, label_column: str) -> Any:
-    """The rows of a split: see `load_split`. Errors: DataError if a column does not exist."""
+    """A split's rows with these columns, or None: see `load_rows`. Errors: DataError if missing."""
     if data.name == "auto" and data.path == "off":
         return digits(split, image_column, label_column)
     rows = load_split(data, split, image_column, label_column)
@@ -56,7 +56,7 @@ class LabelledImage:
 
 
 def opened(value: Any) -> Image.Image:
-    """The column's value as an image, decoded if it is bytes. Errors: ValueError."""
+    """The value of an image column as an image, decoded if it is bytes. Errors: ValueError."""
     path = ""
     if isinstance(value, Mapping):  # as Parquet stores images
         path = value.get("path") or ""
@@ -75,7 +75,7 @@ def opened(value: Any) -> Image.Image:
 
 
 def digits(split: str, image_column: str, label_column: str) -> list[dict[str, Any]]:
-    """scikit-learn's 1,797 digits (Alpaydin & Kaynak 1998, UCI 80), a fixed tenth held out."""
+    """Rows of scikit-learn's 1,797 digits (Alpaydin & Kaynak 1998, UCI 80); a tenth is held out."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
@@ -88,7 +88,7 @@ def digits(split: str, image_column: str, label_column: str) -> list[dict[str, A
     order = torch.randperm(len(scans.target), generator=rng, device="cpu").tolist()
     held_out = len(order) // 10
     chosen = order[held_out:] if split == "train" else order[:held_out]
-    levels = (scans.images * (255 / 16)).round().astype(numpy.uint8)  # from 0..16
+    levels = (scans.images * (255 / 16)).round().astype(numpy.uint8)  # [1797, 8, 8], from 0..16
     return [
         {image_column: Image.fromarray(levels[i]), label_column: int(scans.target[i])}
         for i in chosen

@@ -17,17 +17,18 @@ from dist_amp.sources.files import find_files, stay_local_without_network
 from dist_amp.sources.mixture import tables_of
 
 log = logging.getLogger(__name__)
-# Larger Parquet files are read by row group: converting takes as much disk space again.
-MAP_UP_TO_BYTES = 4 * 2**30
+MAP_UP_TO_BYTES = 4 * 2**30  # with view=auto, larger Parquet data is not converted: disk space
 HELD_OUT = 0.05  # share of the rows, with data.validation_split=auto, last or shuffled
 HOLD_OUT = re.compile(r"(auto|last|shuffled)(?::(0?\.\d*[1-9]\d*))?")  # method[:share]
 
 
 class Converted:
+    """A map-style dataset of rows, each of which is passed to `convert` when it is read."""
+
     def __init__(self, rows: Any, convert: Callable[[dict[str, Any]], Any]):
         self.rows = rows
         self.convert = convert
-        for name in ("shuffled", "fingerprint"):  # of a Parquet view
+        for name in ("shuffled", "fingerprint"):  # which a Parquet view has
             if hasattr(rows, name):
                 setattr(self, name, getattr(rows, name))
 
@@ -48,7 +49,7 @@ class Converted:
 
 
 def image_file(rows: Any, index: int) -> str:
-    """The file of a row's image, for an error message; "" if there is none."""
+    """The path of a row's image, for an error message; "" if it has none."""
     for name, feature in (getattr(rows, "features", None) or {}).items():
         if type(feature).__name__ == "Image":
             return rows.cast_column(name, type(feature)(decode=False))[index][name]["path"] or ""
@@ -56,7 +57,7 @@ def image_file(rows: Any, index: int) -> str:
 
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
-    """`load_rows` for a task that can't read mixtures: ConfigError if data.sources is set."""
+    """`load_rows`, for a task that can't read mixtures: ConfigError if data.sources is set."""
     if tables := tables_of(config):
         raise ConfigError(
             f"data.sources.{next(iter(tables))}: this task reads one source; use data.path or "
@@ -66,8 +67,8 @@ def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
 
 
 def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
-    """The rows of `data.name` or `data.path` for `split`, "train" or "validation", with the column
-    `data.text_column` or one of the others; None if they are too few to hold any out.
+    """The rows of data.name or data.path for `split`, "train" or "validation". They must have the
+    column data.text_column or one of the others. None for validation if nothing can be held out.
     """
     if config.path != "off" and config.name != "auto":
         raise ConfigError(
@@ -106,7 +107,7 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
 
 
 def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: str) -> Any:
-    """The rows of `split` from {name: rows, or a function that opens them}: see `load_rows`."""
+    """The rows of `split`, see `load_rows`. splits: {name: rows, or a function that opens them}."""
     name = config.split
     held_out = config.validation_split  # a share, a split's name, or a method: HOLD_OUT
     method = ""
@@ -139,11 +140,10 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
 
 
 def held_out_part(rows: Any, split: str, share: float, method: str = "") -> Any:
-    """The training or validation rows, if a share of the rows is held out for validation.
-
-    method: last: the last rows; auto or "": random rows; shuffled: random rows, and the others in
-    random order instead of the file's, as in earlier versions. None for validation if there is a
-    single row, or with auto a single row group. Errors: DataError if no row is left to train on.
+    """The rows for `split`, after a share of them is held out for validation.
+    method: "last" holds out the last rows; "auto" or "" random ones; "shuffled" too, but puts the
+    training rows in random order, as earlier versions did. None for validation if there is a single
+    row, or with auto a single row group. Errors: DataError if no row is left to train on.
     """
     in_groups = hasattr(rows, "row_groups")  # a Parquet view holds out whole row groups
     parts = rows.row_groups if in_groups else len(rows)
@@ -175,7 +175,7 @@ def held_out_part(rows: Any, split: str, share: float, method: str = "") -> Any:
 
 
 def class_names(rows: Any, label_column: str) -> Sequence[str]:
-    """The names of the classes 0, 1, ...: a ClassLabel's, or sorted texts; () for numbers."""
+    """Names of the classes 0, 1, ...: a ClassLabel's, or the column's texts, sorted; else ()."""
     if isinstance(rows, list):
         return "0123456789"
     feature = (rows.features or {}).get(label_column)  # a Parquet view may have no features

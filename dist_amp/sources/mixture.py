@@ -1,7 +1,7 @@
 """Mix several sources into one dataset: each has its share of an epoch, spread evenly over it.
 
 An epoch consists of equal blocks, in each of which source k occurs counts[k] times. The order of
-sources in a block is a table if the block is short; otherwise each place is computed.
+sources in a short block is a table; in a longer one it is computed (`locate_in_block`).
 """
 
 import json
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 Array = numpy.ndarray[Any, Any]
 
 LONGEST_BLOCK = 10_000  # samples of a block with a table, which takes 160 KB
-CLOSE_ENOUGH = 1e-3  # relative error of shares that ends the search for a short block
-# Repeats per epoch without a warning: after 16, rows add next to nothing (arXiv:2305.16264).
+CLOSE_ENOUGH = 1e-3  # relative error of the shares at which the search for a short block ends
+# Repeats per epoch without a warning: after 16, they add next to nothing (arXiv:2305.16264).
 MOST_REPEATS = 20
 SOURCE_KEYS = [item.name for item in fields(SourceConfig)]
 
@@ -35,11 +35,11 @@ SOURCE_KEYS = [item.name for item in fields(SourceConfig)]
 class Mixture:
     """Map-style dataset of blocks, in each of which source k occurs counts[k] times, evenly spread.
 
-    There are as many blocks as it takes to draw every sample. A sample with "input_ids" also gets
-    "source_ids", int64 of the same shape. `fingerprint`, `lengths`: if all sources have them.
+    There are as many blocks as it takes to draw every sample; other sources repeat. A sample with
+    "input_ids" also gets "source_ids", int64 of that shape: the source's index in data.sources.
     """
 
-    fingerprint: str
+    fingerprint: str  # missing, as `lengths`, if a source has none
 
     def __init__(self, sources: Mapping[str, Any], counts: Sequence[int]):
         self.names = list(sources)
@@ -62,7 +62,7 @@ class Mixture:
                 )
         self.blocks = int(max(-(-self.sizes[drawn] // self.counts[drawn])))
         if self.block <= LONGEST_BLOCK:
-            # For each place in a block: its source, and how often that source came before.
+            # For each place in a block: its source, and how often that source comes before it.
             source = numpy.repeat(numpy.arange(len(counts)), self.counts)
             draw = numpy.concatenate([numpy.arange(count) for count in counts])
             order = numpy.argsort((draw + 0.5) / self.counts[source], kind="stable")
@@ -84,7 +84,7 @@ class Mixture:
             source = self._source[within]
             draw = self._draw[within]
         else:
-            source, draw = spread(within, self.counts.tolist())
+            source, draw = locate_in_block(within, self.counts.tolist())
         draw += block * self.counts[source]
         return source, draw % self.sizes[source]
 
@@ -123,8 +123,8 @@ class Mixture:
         return samples
 
 
-def spread(places: Array, counts: Sequence[int]) -> tuple[Array, Array]:
-    """Places below sum(counts), int64 -> (each one's source, how often that came before).
+def locate_in_block(places: Array, counts: Sequence[int]) -> tuple[Array, Array]:
+    """Places in a block, int64 -> (each one's source, how often that source comes before it).
     Each source in turn takes `count` of the places that are still open, evenly spaced.
     """
     source = numpy.zeros_like(places)
@@ -152,8 +152,8 @@ def spread(places: Array, counts: Sequence[int]) -> tuple[Array, Array]:
 def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
     """The count of each source in a block, so that its share of an epoch is exact to one sample.
 
-    A short block if it is that exact; otherwise the epoch is a single block, divided by largest
-    remainders. Fractions keep the length independent of how a weight such as 0.1 is rounded.
+    Blocks are short if shares are exact then; otherwise the epoch is a single block, divided by
+    largest remainders. Fractions make a weight such as 0.1 exact, and so the epoch's length.
     """
     exact = [Fraction(str(weight)) for weight in weights.values()]
     total = sum(exact)
@@ -196,7 +196,7 @@ def counts_in_block(weights: Mapping[str, float]) -> list[int]:
 def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> Any:
     """The rows that `data` names: build(data), or the mixture of data.sources.
 
-    build: the section of one source -> its rows or None. Validation rows are mixed unweighted.
+    build: the section of one source -> its rows, or None. Validation rows are mixed unweighted.
     """
     tables = tables_of(data)
     if not tables:
@@ -222,7 +222,7 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
             return None
         return Mixture(sources, list(sizes.values()))
     weights = {name: table.weight for name, table in tables.items()}
-    # An empty source counts as one sample here, so that Mixture draws from it, and rejects it.
+    # An empty source counts as one sample here, so that Mixture draws from it, and so rejects it.
     mixture = Mixture(sources, counts_of(weights, [max(1, size) for size in sizes.values()]))
     times = mixture.blocks * mixture.counts / mixture.sizes
     longest = mixture.names[times.argmin()]
@@ -240,7 +240,7 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
 
 
 def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:
-    """The tables of data.sources. Errors: ConfigError if keys of a single source are set, too."""
+    """The tables of data.sources. Errors: ConfigError if a single source is set, too."""
     tables = data.sources
     for key in SOURCE_KEYS:
         value = getattr(data, key)
@@ -258,8 +258,8 @@ def losses_by_source(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """For a task's metrics(): {"loss_NAME": (sum of losses, tokens that count)} for every source.
 
-    losses: of each token, float32; labels: below 0 where a token does not count; source_ids: its
-    source's index in `names`; all of one shape, shifted alike. Nothing is read from the device.
+    losses: of each token, float32; labels: below 0 where a token does not count; source_ids: the
+    source's index in `names`; all of one shape, shifted alike. No host-device synchronisation.
     """
     metrics = {}
     for number, name in enumerate(names):

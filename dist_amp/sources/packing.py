@@ -1,4 +1,4 @@
-"""Turn token documents into rows of a maximum length: packed, concatenated and cut, or one per row.
+"""Turn token documents into rows: packed (best_fit), concatenated and cut (cut), one each (off).
 
 Rows are planned from the documents' lengths alone, so they are the same at every start and in every
 epoch; they are the samples that the run shuffles. A row consists of pieces: parts of documents.
@@ -20,8 +20,8 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources.token_shards import IGNORE_INDEX, Sample, short_hash
 
 log = logging.getLogger(__name__)
-# Pieces that are packed at a time. They are drawn in random order, so that neighbours in the source
-# do not share a row, and with a fixed seed, so that a resumed run finds the same rows.
+# Pieces that best_fit packs at a time, drawn in random order, so that neighbours in the source do
+# not share a row, and with a fixed seed, so that a resumed run finds the same rows.
 WINDOW = 2**16
 SEED = 0
 Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
@@ -34,7 +34,7 @@ class Packing:
     length: int
     pack: Literal["off", "cut", "best_fit"]
     long_documents: Literal["split", "truncate"]
-    # Batches are padded to a multiple: new shapes cost a GPU buffers. Not in the fingerprint.
+    # With off, batches have widths divisible by it: new shapes cost buffers. Not in fingerprints.
     multiple: int = field(default=1, repr=False)
 
     @classmethod
@@ -51,7 +51,7 @@ class Packing:
         return cls(length, pack, "truncate" if truncates else "split", multiple)
 
     def rows(self, documents: Any, split: str) -> Any:
-        """The documents as samples for `collate`, which also truncates; None if there are none."""
+        """The samples for `collate`, which also truncates them; None if there are none."""
         if documents is None:
             return None
         if not hasattr(documents, "lengths"):
@@ -76,9 +76,9 @@ class Packing:
     ) -> dict[str, Any]:
         """A batch of rows, padded on the right: to `length` if packed, else to a multiple.
 
-        input_ids, labels [B, T] int64, and with best_fit position_ids, which begin at 0 in each
-        document and in the padding; source_ids of a mixture; attention_mask, 0 at padding, if asked
-        for; tokens: their number without padding; counted: how many of them count in the loss.
+        input_ids, labels [B, T] int64; with best_fit position_ids, which begin at 0 in each piece
+        and in the padding; source_ids of a mixture; if asked for, attention_mask, 0 at padding;
+        tokens: the number without padding; counted: how many tokens count in the loss.
         """
         if self.pack == "best_fit" and "position_ids" not in samples[0]:
             samples = self.packed(samples)
@@ -104,7 +104,7 @@ class Packing:
         return {**batch, "tokens": sum(lengths), "counted": counted}
 
     def packed(self, documents: list[Sample]) -> list[Sample]:
-        """Pack the beginnings of documents into rows, in any order."""
+        """Pack the first `length` tokens of each document into rows, in any order."""
         pieces = [
             {name: values[: self.length] for name, values in document.items()}
             for document in documents
@@ -117,11 +117,11 @@ class Packing:
 
 
 class PackedRows:
-    """Map-style dataset of rows of documents such as `TokenShards`; `lengths` [len] int64: of rows.
+    """Map-style dataset of rows; documents: such as `TokenShards`. lengths: [len] int64, of rows.
 
     A row is {"input_ids", "labels"}, with best_fit "position_ids" too, each [n] int64. In a split
-    document, each piece but the first begins with the token before it as context, which has the
-    label -100, so that each token counts once. Memory: 24 bytes per piece and 16 per row.
+    document, each piece but the first begins with the last token of the piece before, as context;
+    its label there is -100, so each token counts once. Memory: 24 bytes per piece, 16 per row.
     """
 
     def __init__(self, documents: Any, packing: Packing):
@@ -137,11 +137,11 @@ class PackedRows:
             self.lengths = numpy.full(lengths.sum() // length, length)
             return
         self._pieces = pieces_of(lengths, length, split)
-        if not split:  # leave out documents whose tokens that count are all cut off
+        if not split:  # leave out documents of which no token that counts is left
             self._pieces = self._pieces[:, documents.firsts[self._pieces[0]] < length]
         self._offsets = numpy.arange(self._pieces.shape[1] + 1)  # each row's first piece
         if packing.pack == "best_fit":
-            self._pieces, self._offsets = fitted(self._pieces, length)
+            self._pieces, self._offsets = pack_pieces(self._pieces, length)
         tokens = self._pieces[2] - self._pieces[1]
         ends = numpy.concatenate(([0], tokens.cumsum()))
         self.lengths = numpy.diff(ends[self._offsets])
@@ -215,7 +215,7 @@ def concatenated(pieces: Sequence[Mapping[str, Tensor]]) -> Sample:
 
 
 def joined(pieces: Sequence[Sample]) -> Sample:
-    """Concatenate pieces into a row with position_ids; the first token of each does not count."""
+    """Concatenate pieces into a row with position_ids; mask the label of each one's first token."""
     for piece in pieces:
         piece["labels"][0] = IGNORE_INDEX
     positions = [torch.arange(len(piece["input_ids"])) for piece in pieces]
@@ -223,7 +223,7 @@ def joined(pieces: Sequence[Sample]) -> Sample:
 
 
 def pieces_of(lengths: Ints, length: int, split: bool) -> Ints:
-    """Documents as pieces of 2 to `length` tokens, [3, pieces]: see `PackedRows.pieces`."""
+    """Documents as pieces of 2 to `length` tokens, [3, pieces]: columns as `PackedRows.pieces`."""
     counts = (lengths > 1).astype(numpy.int64)  # in a single token there is nothing to predict
     if split:  # a later piece begins with the token before it, so it adds length - 1 tokens
         counts = -(-(lengths - 1).clip(min=0) // (length - 1))
@@ -235,8 +235,8 @@ def pieces_of(lengths: Ints, length: int, split: bool) -> Ints:
     return numpy.stack((document, start, stop))
 
 
-def fitted(pieces: Ints, length: int) -> tuple[Ints, Ints]:
-    """Pack pieces by best fit: (pieces by row [3, pieces], each row's first piece [rows + 1])."""
+def pack_pieces(pieces: Ints, length: int) -> tuple[Ints, Ints]:
+    """Pack by best fit: (pieces in the order of rows [3, pieces]; each row's first [rows + 1])."""
     count = pieces.shape[1]
     order = epoch_order(shuffled_order(count), count, SEED, 0)
     chosen = numpy.empty_like(pieces)
@@ -261,7 +261,7 @@ def best_fit(sizes: Ints, length: int) -> Ints:
     takes as many as it has room for. Source: Ding et al. 2024, arXiv:2404.10830.
     """
     order = numpy.argsort(-sizes, kind="stable")
-    row_of = []  # of the pieces in this order
+    row_of = []  # the row of each piece, in this order
     free: list[list[int]] = [[] for _ in range(length + 1)]  # rows by their room in tokens
     room = 0  # bit n is set if free[n] has rows
     rows = 0
@@ -270,7 +270,7 @@ def best_fit(sizes: Ints, length: int) -> Ints:
         while count:
             left = length
             fitting = room >> size
-            if fitting:  # its lowest set bit stands for the fullest rows
+            if fitting:  # the lowest set bit stands for the fullest rows with room
                 left = size + (fitting & -fitting).bit_length() - 1
             per_row = left // size
             needed = -(-count // per_row)
@@ -302,7 +302,7 @@ class TokenShares:
     def __init__(self, source_names: Sequence[str] = ()):
         self._names = source_names
         # [places in rows, tokens, counted tokens, counted tokens of each source]: replaced, never
-        # changed, so that batches that are read ahead in another thread need no lock.
+        # changed in place, so that `read` needs no lock while another thread counts.
         self._total = numpy.zeros(3 + len(source_names), numpy.int64)
         self._read = self._total
 

@@ -1,8 +1,8 @@
 """Parquet files as a map-style dataset that is neither converted nor held in memory.
 
-Of each row group only three numbers are kept in memory. A run shuffles by `ParquetView.shuffled`,
-an order in which each rank has few row groups open at a time. Over all ranks, each is read once per
-epoch, except those of a partial last step, which several ranks may read again.
+Footers are read at the start; three numbers per row group stay in memory. A run's order of samples
+is `stream_order`, in which each rank reads from few row groups at a time. Over all ranks, each row
+group is read once per epoch, except that several ranks may read those of a partial last step.
 """
 
 import copy
@@ -30,18 +30,18 @@ from dist_amp.sources.files import RangeFile, address_of, fetch, is_local, with_
 
 log = logging.getLogger(__name__)
 OPEN_FILES = 32  # per process
-# Row groups of a stream that are shuffled together. More of them are slightly closer to a full
-# shuffle (python -m benchmarks.shuffle), but take proportionally more memory.
+# Row groups of a stream whose rows are shuffled together: a window. Larger windows are slightly
+# closer to a full shuffle (python -m benchmarks.shuffle), but take proportionally more memory.
 SHUFFLE_GROUPS = 2
-MOST_STREAMS = 64  # with data.streams=auto: each keeps row groups in memory
+MOST_STREAMS = 64  # with data.streams=auto; each stream keeps row groups in memory
 # 2^64 / the golden ratio: its multiples lie far apart, so windows get very different keys.
 GOLDEN = -0x61C8864680B583EB
 THREADS = 16  # that read footers: an object store takes some 50 ms per request (assumed)
-FOOTER_BYTES = 2**16  # fetched from a file's end first; most footers are smaller
+FOOTER_BYTES = 2**16  # first fetched from a file's end; most footers are smaller
 MAGIC = b"PAR1"
 Version = tuple[int, str]  # a file's size and, if its store has one, its ETag
 Types = dict[str, Any]  # {column: Arrow type}
-Row = dict[str, Any]  # {column: value}, or of a row group {column: Arrow array}
+Row = dict[str, Any]  # {column: value}; for a whole row group {column: Arrow array}
 
 
 @dataclass
@@ -68,7 +68,7 @@ def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetVie
 
 
 class ParquetView:
-    """The rows of a source, or of some of its row groups. May be pickled and forked."""
+    """The rows of a source, or of some of its row groups. Can be pickled and forked."""
 
     def __init__(self, source: Source, streams: int | Literal["auto"]):
         self.column_names: list[str] = list(source.types)
@@ -105,6 +105,7 @@ class ParquetView:
             self._reader = Reader(self._source, self.column_names, self._cached_groups)
         groups = np.searchsorted(self._ends, numbers, side="right")
         file, group, count = self._groups[groups].T
+        # (file, row group in it, row in that): the arguments of Reader.row.
         keys = np.stack((file, group, numbers - self._ends[groups] + count), axis=1).tolist()
         rows: list[Any] = [None] * len(numbers)
         for place in np.argsort(groups, kind="stable"):
@@ -134,7 +135,7 @@ class ParquetView:
         return view
 
     def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
-        """Returns (the order's name, (seed, epoch) -> the order); auto may depend on world_size."""
+        """Returns (the order's name, (seed, epoch) -> the order). world_size matters with auto."""
         groups = self.row_groups
         if self._streams == "auto":
             streams = auto_streams(groups, world_size)
@@ -145,7 +146,7 @@ class ParquetView:
                     f"data.streams={streams} must be a multiple of the world size {world_size}, "
                     f"and at most the number of row groups, {groups}; choose such a number, or auto"
                 )
-        # Twice the open ones: workers that share a stream can't tell when a window has ended.
+        # Two windows per stream, since workers that share a stream can't tell when one has ended.
         self._cached_groups = 2 * streams // world_size * SHUFFLE_GROUPS
         self._reader = None
         rows = torch.from_numpy(self._groups[:, 2].copy())
@@ -162,12 +163,12 @@ class Reader:
     def __init__(self, source: Source, columns: list[str], cached_groups: int):
         self.pid = os.getpid()
         self.source = source
-        # A file system of its own: those of object stores do not survive a fork.
+        # A new file system object: those of object stores do not work after a fork.
         self.fs = type(source.fs)(*source.fs.storage_args, **source.fs.storage_options)
         self.open = lru_cache(OPEN_FILES)(self._open)
         self.columns = columns
         self.cached_groups = cached_groups
-        # (file, group) -> (its Arrow columns, rows that are left to read)
+        # (file, row group) -> (its Arrow columns, how many of its rows are still to be read)
         self.groups: OrderedDict[tuple[int, int], tuple[Row, int]] = OrderedDict()
 
     def _open(self, number: int) -> Any:
@@ -218,9 +219,8 @@ class Reader:
 
 
 def auto_streams(groups: int, world_size: int) -> int:
-    """The largest power of two up to MOST_STREAMS and `groups`, if the world size divides it.
-
-    Otherwise the world size times a power of two.
+    """The largest power of two up to MOST_STREAMS and the number of row groups, if the world size
+    divides it; otherwise the world size times a power of two.
     """
     most = min(MOST_STREAMS, groups)
     power = 2 ** (most.bit_length() - 1)
@@ -232,23 +232,24 @@ def auto_streams(groups: int, world_size: int) -> int:
 def stream_order(
     rows: Tensor, streams: int, shuffle_groups: int, seed: int, epoch: int
 ) -> EpochOrder:
-    """Positions, int64 in [0, sum of rows) -> the rows there, of that shape: a bijection.
+    """The function from positions, int64 in [0, sum(rows)), to indices of rows: a bijection.
 
-    rows: int64 [R], the rows of each row group, none 0. The row groups are put in random order and
-    their rows cut into `streams` of equal length. Position p takes the next row of stream p mod
-    streams. Within a stream, windows of `shuffle_groups` groups are shuffled by row.
-    A group that is cut belongs to two neighbouring streams. A rank's streams are neighbours, and
-    every second one runs backwards, so that both reach the group at the same time and it is read
+    rows: int64 [R], the number of rows of each row group, none 0. The row groups are put in random
+    order, and this sequence of rows is cut into `streams` of equal length, to a row. Position p
+    takes the next row of the stream in slot p mod `streams`. Within a stream, each window of
+    `shuffle_groups` row groups is shuffled by row.
+    A row group that is cut belongs to two neighbouring streams. A rank's streams are neighbours,
+    and every second one runs backwards: both reach the cut group at the same time, so it is read
     once. All ranks make groups + ranks - 1 reads at most, if the world size is a product of the
-    first prime factors of `streams`; otherwise groups + streams - 1. A partial last step of an
+    first prime factors of `streams`; otherwise groups + streams - 1. The partial last step of an
     epoch is divided over all ranks anew, which may add a read per rank and group in it.
     """
     total = int(rows.sum())
     groups = epoch_order("randperm", len(rows), seed, epoch)(torch.arange(len(rows)))
     sizes = rows[groups]
-    ends = sizes.cumsum(0)  # of each group in the epoch's sequence of rows
+    ends = sizes.cumsum(0)  # of each group in the epoch's sequence of rows; [R], as the next two
     starts = ends - sizes
-    shift = (rows.cumsum(0) - rows)[groups] - starts  # from a place there to the row's index
+    shift = (rows.cumsum(0) - rows)[groups] - starts  # from a place in the sequence to an index
     stream_of_slot = digits_reversed(streams)
     lengths = torch.empty(streams, dtype=torch.int64)
     lengths[stream_of_slot] = (total - torch.arange(streams) + streams - 1) // streams
@@ -262,11 +263,11 @@ def stream_order(
         offset = positions // streams
         start = stream_starts[stream]
         end = stream_ends[stream]
-        place = torch.where(stream % 2 == 0, start + offset, end - 1 - offset)
-        behind = torch.searchsorted(ends, place, right=True) - first_groups[stream]
+        place = torch.where(stream % 2 == 0, start + offset, end - 1 - offset)  # odd: backwards
+        behind = torch.searchsorted(ends, place, right=True) - first_groups[stream]  # in groups
         first = first_groups[stream] + behind // shuffle_groups * shuffle_groups
         last = (first + shuffle_groups - 1).clamp_(max=len(ends) - 1)
-        low = torch.maximum(starts[first], start)
+        low = torch.maximum(starts[first], start)  # the window, as far as it is in the stream
         high = torch.minimum(ends[last], end)
         window_keys = [low * GOLDEN + key for key in keys]
         place = low + permute(place - low, high - low, window_keys)
@@ -276,10 +277,9 @@ def stream_order(
 
 
 def digits_reversed(count: int) -> Tensor:
-    """A permutation of [0, count), int64: reverses each number's digits, in count's prime factors.
-
-    Numbers of one remainder modulo a product of the smallest factors, as a rank's streams are,
-    become neighbours.
+    """A permutation of [0, count), int64: reverses the digits of each number, written in a mixed
+    radix of the prime factors of `count`. Numbers with the same remainder modulo a product of the
+    smallest factors become neighbours, and such are the streams of a rank.
     """
     factors = []
     rest = count
@@ -293,7 +293,7 @@ def digits_reversed(count: int) -> Tensor:
 
 
 def read_source(fs: Any, files: Sequence[str]) -> Source:
-    """Read all footers. Errors: DataError for the first file that has none."""
+    """Read all footers. Errors: DataError for the first file whose footer can't be read."""
     groups = []
     schemas = []
     identities: list[Any] = []
@@ -334,7 +334,7 @@ def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
 
 
 def read_tail(fs: Any, file: str, version: Version) -> bytes:
-    """A Parquet file's footer and its last 8 bytes; arbitrary bytes of any other file."""
+    """A Parquet file's footer, with the 8 bytes after it; arbitrary bytes of any other file."""
     size = version[0]
     tail = fetch(fs, file, max(0, size - FOOTER_BYTES), size)
     length = min(size, int.from_bytes(tail[-8:-4], "little") + 8)
@@ -344,7 +344,7 @@ def read_tail(fs: Any, file: str, version: Version) -> bytes:
 
 
 def common_types(files: Sequence[str], schemas: Sequence[Any]) -> Types:
-    """{column: its type in all files}; columns without one are left out, with a warning."""
+    """{column: a type that fits all files}; columns without such a type are left out."""
     types: Types = {column.name: column.type for column in schemas[0]}
     left_out: set[str] = set()
     for file, schema in zip(files, schemas, strict=True):

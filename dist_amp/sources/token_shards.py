@@ -1,4 +1,4 @@
-"""Token files: memory-mapped shards of token ids, loss masks, and a manifest.
+"""Token files: shards of token ids and loss masks, read by memory maps, and a manifest.
 
 FOLDER/tokens.json              the manifest, rewritten after every shard: what it lists is complete
 FOLDER/train/documents.bin      int64 [documents, 3]: start in split, length, first counted token
@@ -42,9 +42,9 @@ def id_type(vocabulary: int) -> Any:
 
 @dataclass(frozen=True)
 class TokenShard:
-    """Whole documents of one split, up to the row `end_row` of the source."""
+    """A shard's facts. It holds whole documents of one split."""
 
-    end_row: int
+    end_row: int  # the source's rows before this one are in this shard or an earlier one
     documents: int
     tokens: int
     counted: int  # how many tokens count in the loss
@@ -55,8 +55,8 @@ class TokenShard:
 @dataclass(frozen=True)
 class Split:
     source: str  # fingerprint of its rows
-    rows: int
-    chats: bool
+    rows: int  # of the source, with those that became no document
+    chats: bool  # whether the rows are chats
     shards: tuple[TokenShard, ...] = ()
     content: str = ""  # a hash of its rows, written by versions before 0.5
 
@@ -121,8 +121,8 @@ def short_hash(*facts: Any) -> str:
 class TokenShards:
     """A split's documents, read from memory-mapped shards.
 
-    A document is {"input_ids" [n], "labels" [n]} int64; labels that don't count are IGNORE_INDEX.
-    `lengths`, `firsts`: each document's tokens and first token that counts, int64 [documents].
+    A document is {"input_ids" [n], "labels" [n]} int64; masked labels are IGNORE_INDEX. `lengths`,
+    `firsts`: each document's number of tokens, and its first one that counts, int64 [documents].
     """
 
     def __init__(self, folder: Path, split: str):
@@ -151,7 +151,7 @@ class TokenShards:
             ]
             self._tokens.append(tokens.view(manifest.dtype))
             self._counted.append(counted[0] if counted else None)
-        # The identity of the tokens: the same wherever and however they were made.
+        # Identifies the tokens: the same wherever and however they were made.
         parts = [[shard.index_xxh3, shard.files] for shard in self.facts.shards]
         self.fingerprint = short_hash(json.dumps([manifest.dtype.name, parts], sort_keys=True))
 
@@ -166,7 +166,7 @@ class TokenShards:
         return document
 
     def pieces(self, pieces: Sequence[tuple[int, int, int]]) -> list[Sample]:
-        """Parts of documents: (document, first token, one past its last); reads nothing else."""
+        """Read parts of documents, each given as (document, first token, one past its last)."""
         samples = []
         for number, first, last in pieces:
             start = int(self._index[number, 0])
@@ -218,7 +218,7 @@ def write_shard(
     documents: list[tuple[Array, Array]],
     end_row: int,
 ) -> Manifest:
-    """Write documents (ids [n], loss mask [n] bool) as a split's next shard; the new manifest."""
+    """Write documents (ids [n], loss mask [n] bool) as the split's next shard; the new manifest."""
     split = manifest.splits[name]
     number = len(split.shards)
     ids, masks = zip(*documents, strict=True)

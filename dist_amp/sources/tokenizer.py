@@ -11,7 +11,7 @@ from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.sources.files import stay_local_without_network
 from dist_amp.sources.token_shards import short_hash
 
-# A tokenizers file does not say which token ends a document: the first of these in it is used.
+# A tokenizer.json does not say which token ends a document: the first of these that it has is used.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 
 
@@ -20,16 +20,16 @@ class Tokenizer:
     name: str  # as in data.tokenizer, for messages
     vocabulary: int  # all ids are below it
     end: int | None  # the id that ends a document
-    identity: str  # a hash of everything that decides the ids; independent of paths
+    identity: str  # a hash of all that decides the ids; the same wherever the files are
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     chat: Any = None  # the transformers tokenizer, if it has a chat template
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: bytes, a file, a folder, or a model on the hub."""
+    """Open what data.tokenizer names: "bytes", a file, a folder, or a model on the hub."""
     if name == "bytes":
-        return Tokenizer(name, 256, 0, "bytes", _bytes_of, _text_of)
+        return Tokenizer(name, 256, 0, "bytes", _bytes_of, _text_of)  # the byte 0 ends a document
     path = Path(name).expanduser()
     is_folder = path.is_dir()
     file = path / "tokenizer.json" if is_folder else path
@@ -73,7 +73,7 @@ def of_transformers(tokenizer: Any, name: str = "") -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
-    """Errors: DataError if an embedding of this many rows lacks some of the tokenizer's ids."""
+    """Errors: DataError if an embedding of `rows` rows lacks some of the tokenizer's ids."""
     if tokenizer.vocabulary > rows:
         fitting = -(-tokenizer.vocabulary // 64) * 64
         raise DataError(
@@ -117,6 +117,6 @@ def _text_of(ids: Sequence[int]) -> str:
 
 def _identity(rules: str, end: int | None, template: Any) -> str:
     content = json.loads(rules)
-    for key in ("truncation", "padding"):  # set by the latest call, or not used here
+    for key in ("truncation", "padding"):  # not used here; transformers sets them at each call
         content.pop(key, None)
     return short_hash(json.dumps([content, end, template or None], sort_keys=True))

@@ -1,8 +1,8 @@
-"""Documents as tokens: from pre-tokenized files, from rows that are tokenized once into files, or
-from rows as they are read.
+"""Documents as tokens: from files of tokens, from rows that are tokenized into such files once, or
+from rows that are tokenized as they are read.
 
-`tokenize` writes the files shard by shard, and the manifest after each. Started again, it continues
-after the last row in the manifest. The files do not depend on the number of workers.
+`tokenize` writes shard after shard, and the manifest after each. Started again, it continues after
+the last row in the manifest. The files do not depend on the number of workers.
 """
 
 import logging
@@ -46,7 +46,7 @@ from dist_amp.sources.token_shards import (
 from dist_amp.sources.tokenizer import Tokenizer, open_tokenizer
 
 log = logging.getLogger(__name__)
-# Settings that choose rows, and have no effect on rows that are tokenized already.
+# Settings that select rows, and so have no effect if data.path holds tokens.
 ROW_SETTINGS = ("name", "split", "validation_split", "text_column", "view")
 SHARD_TOKENS = 2**27
 CHUNK_ROWS = 128  # rows that a worker encodes at a time
@@ -54,7 +54,7 @@ PROGRESS_SECONDS = 10.0  # between lines of progress
 
 
 def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
-    """A split's `TokenShards`, or for a Parquet view `Converted` rows; None without such a split.
+    """A split's `TokenShards`, or `Converted` rows of a Parquet view; None without such a split.
     rows: used instead of those that `data` names. Errors: ConfigError, DataError.
     """
     if data.tokenizer not in ("auto", tokenizer.name):
@@ -114,7 +114,7 @@ def source_fingerprint(rows: Any, text_column: str) -> str:
 
 
 def tokenized_when_read(rows: Any, tokenizer: Tokenizer, text_column: str) -> Converted:
-    """Rows tokenized when they are read: of unknown lengths, some without a token that counts."""
+    """Rows tokenized as they are read: lengths unknown, some maybe without a token that counts."""
     template = getattr(tokenizer.chat, "chat_template", "")
     if "strftime_now" in str(template) and are_chats(rows, text_column):
         raise ConfigError(
@@ -186,7 +186,7 @@ def tokenize(
 
 def existing_manifest(folder: Path, new: Manifest) -> Manifest | None:
     """The folder's manifest, if any. Errors: ConfigError if it belongs to other tokens."""
-    # List the folder once, as another process may begin to write; it writes the manifest first.
+    # List the folder only once: another process may begin to write, with the manifest first.
     names = [path.name for path in folder.glob("[!.]*")]
     if MANIFEST not in names:
         if names:
@@ -247,9 +247,9 @@ def tokenize_split(
 
 
 class Chunks:
-    """Map-style: a range of rows -> (row, ids [n], loss mask [n] bool) of each of its documents.
-
-    A DataError is returned, not raised, so that a worker's parent can raise it.
+    """Map-style dataset: range of rows -> [(row's number, ids [n], loss mask [n] bool)], encoded in
+    a loader worker. Rows without a token that counts are left out. A DataError is returned, for the
+    worker's parent to raise.
     """
 
     def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
@@ -263,7 +263,7 @@ class Chunks:
             try:
                 ids, labels = encode(row, self.tokenizer, self.text_column)
             except Exception as error:  # templates raise errors of any type
-                selection = getattr(self.rows, "_indices", None)  # of a Dataset's selected rows
+                selection = getattr(self.rows, "_indices", None)  # a Dataset's selection of rows
                 if selection is not None:
                     number = selection.column(0)[number].as_py()
                 cause = str(error) if isinstance(error, DataError) else in_one_line(error)

@@ -1,11 +1,11 @@
-"""Mirror a run to its run.dir, an address such as s3://bucket/run, from a local folder.
+"""Mirror a run from a local folder to its run.dir, an address such as s3://bucket/run.
 
-The run itself reads and writes only the local folder. On each node, a thread of the first rank
-uploads what is new. The names of a checkpoint's files there contain their hashes, so that two
-writers never mix files. The manifest is uploaded last, when the files of all nodes are there: at
-the address, too, a checkpoint is complete or absent. Failed uploads are retried; what a killed run
-did not upload, the next start in this folder does. A start downloads the manifests and logs that
-are at the address; a checkpoint's other files are downloaded when it is read.
+A start takes the claim (store.py), so that only one run writes at the address, and downloads newer
+manifests and logs; a checkpoint's other files follow when it is read. The run itself uses only the
+local folder, and on each node a thread of the first rank uploads what is new. Uploaded files have
+their hashes in their names, so two writers never mix files of a checkpoint. Its manifest comes
+last, after the files of all nodes: at the address, too, a checkpoint is complete or absent. Failed
+uploads are retried; the next start uploads what a killed run has not.
 """
 
 import getpass
@@ -44,19 +44,19 @@ from dist_amp.world import World
 
 T = TypeVar("T")
 
-VARIABLE = "DIST_AMP_CACHE"  # in the environment: the parent of local folders
+VARIABLE = "DIST_AMP_CACHE"  # the environment variable with the parent of local folders
 USABLE = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|file)://[^:/]*(/((?!::)[^/])+)+")
 MANIFEST = "manifest.json"
-HOLDER = ".claim"  # file in the main node's folder, with the id of the last claim it had
+CLAIM_FILE = ".claim"  # file in the main node's folder, with the id of the last claim it had
 
-PARALLEL = 4  # files at a time
-LOG_SECONDS = 30.0  # between uploads of logs: stores can't append, so each sends the whole file
-PAUSES = (0.5, 1.0, 4.0, 16.0, 30.0)  # seconds between uploads: longer after each failure
-FETCH_PAUSES = (1.0, 4.0, 0.0)  # after each attempt to fetch a file
+PARALLEL = 4  # files that are uploaded, or downloaded, at a time
+LOG_SECONDS = 30.0  # between uploads of logs: stores can't append, so each sends whole files
+PAUSES = (0.5, 1.0, 4.0, 16.0, 30.0)  # seconds until the next upload, after 0, 1, ... failures
+FETCH_PAUSES = (1.0, 4.0, 0.0)  # seconds after each failed attempt to download a file
 
 
 def local_folder(address: str, ending: str = "") -> Path:
-    """Create the local folder that stands for an address. Errors: ConfigError."""
+    """Create the local folder that mirrors an address; returns its path. Errors: ConfigError."""
     address = address.rstrip("/")
     if not USABLE.fullmatch(address):
         raise ConfigError(
@@ -71,35 +71,35 @@ def local_folder(address: str, ending: str = "") -> Path:
     if parent.stat().st_uid != os.getuid():
         raise ConfigError(f"{parent} belongs to another user; set {VARIABLE} to a folder of yours")
     folder.mkdir(exist_ok=True)
-    complete = folder / f"{ADDRESS}.{uuid4().hex}"
-    complete.write_text(address)
-    complete.replace(folder / ADDRESS)  # another rank, or command, may be reading it
+    draft = folder / f"{ADDRESS}.{uuid4().hex}"
+    draft.write_text(address)
+    draft.replace(folder / ADDRESS)  # at once, since another rank or command may be reading it
     return folder
 
 
-# --- from the address
+# --- downloads
 
 
 def pull(store: Store, folder: Path, logs: bool = True, is_copy: bool = False) -> None:
-    """Make the folder show what is at the address. If that has a newer checkpoint, or if the folder
-    is a command's copy, checkpoints that are only here are removed.
+    """Download manifests that the folder lacks. If the address has a newer checkpoint, or if the
+    folder is a command's copy, also download logs, and remove checkpoints that are only here.
     """
-    complete = {}
+    remote = {}  # {checkpoint at the address: its manifest}
     for name in store.sizes("checkpoints"):
         if name.endswith(MANIFEST):
-            complete[name.split("/")[1]] = store.read(name)
+            remote[name.split("/")[1]] = store.read(name)
     local = {}
     for path in folder.glob(f"checkpoints/step_*/{MANIFEST}"):
         local[path.parent.name] = path.read_bytes()
-    if is_copy or max(complete, default="") > max(local, default=""):
+    if is_copy or max(remote, default="") > max(local, default=""):
         for name in store.sizes("") if logs else ():
             if is_log(name) and not name.startswith("tensorboard/"):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(store.read(name))
         for checkpoint in local:
-            if local[checkpoint] != complete.get(checkpoint):
+            if local[checkpoint] != remote.get(checkpoint):
                 shutil.rmtree(folder / "checkpoints" / checkpoint)
-    for checkpoint, manifest in complete.items():
+    for checkpoint, manifest in remote.items():
         path = folder / "checkpoints" / checkpoint
         if not path.exists():
             path.mkdir(parents=True)
@@ -107,7 +107,7 @@ def pull(store: Store, folder: Path, logs: bool = True, is_copy: bool = False) -
 
 
 def is_log(name: str) -> bool:
-    """Whether a file of the run's folder is uploaded unchanged: not a checkpoint's, nor hidden."""
+    """Whether a file of the run's folder is a log: not a checkpoint's, the claim, nor hidden."""
     parts = name.split("/")
     return parts[0] not in ("checkpoints", CLAIMS) and not any(p.startswith(".") for p in parts)
 
@@ -121,7 +121,7 @@ def key_of(checkpoint: str, name: str, files: dict[str, Any]) -> str:
 
 
 def fetch(checkpoint: Path, files: dict[str, Any]) -> None:
-    """Download a checkpoint's files that are missing here. Errors: CheckpointRejected."""
+    """Download a checkpoint's files that its local folder lacks. Errors: CheckpointRejected."""
 
     def get(name: str) -> None:
         for pause in FETCH_PAUSES:
@@ -142,11 +142,11 @@ def fetch(checkpoint: Path, files: dict[str, Any]) -> None:
             list(pool.map(get, files))
 
 
-# --- to the address
+# --- uploads
 
 
 class Mirror:
-    """Uploads this node's new files. claim: the run's on its main node; None on other nodes."""
+    """Uploads this node's new files. claim: of the run, on its main node; None on other nodes."""
 
     def __init__(self, store: Store, folder: Path, claim: Claim | None):
         self.store = store
@@ -156,15 +156,15 @@ class Mirror:
         self.logs: dict[str, tuple[int, float]] = {}  # {uploaded log: its size and mtime}
         self.logs_uploaded_at = 0.0
         self.problem = ""  # the error of the last upload, if it failed
-        self.run_ended = threading.Event()
-        self.ended = threading.Event()  # the uploads have ended as well, complete or not
+        self.run_ended = threading.Event()  # set: upload the rest, then end
+        self.ended = threading.Event()  # set: end now, complete or not
         self.uploads = threading.Thread(target=self.upload, name="uploads", daemon=True)
         if claim is not None:
             threading.Thread(target=self.renew, args=[claim], name="claim", daemon=True).start()
 
     def renew(self, claim: Claim) -> None:
         while not self.ended.wait(RENEW_SECONDS):
-            with suppress(Exception):  # uploads fail as well, and report it
+            with suppress(Exception):  # the uploads fail for the same reason, and report it
                 claim.renew()
 
     def upload(self) -> None:
@@ -207,20 +207,20 @@ class Mirror:
             raise problem
         if self.claim is not None and self.uploaded and (new or is_last):
             names = self.store.sizes("checkpoints")
-            for name in sorted(names, key=lambda name: not name.endswith(MANIFEST)):  # these first
+            # Manifests first: without one, what is left does not count as a checkpoint.
+            for name in sorted(names, key=lambda name: not name.endswith(MANIFEST)):
                 checkpoint = name.split("/")[1]
                 if checkpoint < max(self.uploaded) and checkpoint not in times:
                     self.store.remove(name)
 
     def put_checkpoint(self, checkpoint: str) -> None:
-        """Upload this node's files of a checkpoint; on the main node, publish it at the address.
-
-        Errors: OSError while files are missing at the address, other nodes' files included.
+        """Upload this node's files of a checkpoint. The main node also uploads the manifest, which
+        publishes it. Errors: OSError on the main node while any node's files are missing.
         """
         path = self.folder / "checkpoints" / checkpoint
         manifest = (path / MANIFEST).read_bytes()
         if self.store.read(manifest_of(checkpoint)) == manifest:
-            return  # it came from there, or an earlier start has uploaded it
+            return  # it was downloaded, or an earlier start has uploaded it
         files = json.loads(manifest)["files"]
         sizes = {key_of(checkpoint, name, files): files[name]["bytes"] for name in files}
         before = self.store.sizes(f"checkpoints/{checkpoint}")
@@ -256,7 +256,7 @@ class Mirror:
     def finish(self, seconds: float, job: Any) -> None:
         """Wait for the uploads. Errors: SystemExit(75) if they don't end, unless the run failed.
 
-        Ctrl-C ends the wait; other signals don't, so that it can use the whole grace period.
+        Ctrl-C ends the wait. Other signals don't: uploads may use the machine's grace period.
         """
         self.run_ended.set()
         address = self.store.address
@@ -280,32 +280,32 @@ class Mirror:
             raise SystemExit(SAVED_AND_STOPPED)
 
 
-# --- a run, and a command
+# --- for a run, and for commands that read one
 
 
 def mirror_run(config: RunConfig, job: Any) -> None:
-    """Claim the address, and upload from now to the end of the job; every rank calls it.
+    """Claim the address, and upload until the end of the job; every rank calls it.
 
     Errors: Failure if another run holds the claim, or the store can't be used.
     """
     folder, world = job.folder, job.world
     address = run_dir(folder)
-    holder = folder / HOLDER
+    claim_file = folder / CLAIM_FILE
 
-    def take(store: Store) -> Claim:
+    def take_claim(store: Store) -> Claim:
         names = store.sizes("checkpoints")
         if config.resume == "never" and not attempt() and any(MANIFEST in name for name in names):
             raise Failure(
                 f"run.dir={address} holds a run already; choose another, or use run.resume=auto"
             )
-        # The claim in this folder's file is a dead process's, as this one holds the folder's lock.
-        dead = holder.read_text() if holder.exists() else ""
-        claim = Claim(store, dead, world.say)
-        holder.write_text(claim.record["id"])
+        # This process has the folder's lock, so the process that wrote this file is dead.
+        dead_id = claim_file.read_text() if claim_file.exists() else ""
+        claim = Claim(store, dead_id, world.say)
+        claim_file.write_text(claim.record["id"])
         return claim
 
-    def follow(store: Store) -> Mirror:
-        if not world.is_main and holder.exists() and holder.read_text() == claim_id:
+    def open_mirror(store: Store) -> Mirror:
+        if not world.is_main and claim_file.exists() and claim_file.read_text() == claim_id:
             raise ConfigError(
                 f"{folder} is shared by several nodes, but each needs its own for its parts of "
                 f"checkpoints; set {VARIABLE} to a folder on each node's disk"
@@ -313,9 +313,9 @@ def mirror_run(config: RunConfig, job: Any) -> None:
         pull(store, folder, logs=world.is_main)
         return Mirror(store, folder, claim)
 
-    claim = on_all_ranks(world, address, take if world.is_main else None)
+    claim = on_all_ranks(world, address, take_claim if world.is_main else None)
     claim_id = world.from_main(claim.record["id"] if claim else "")
-    uploader = on_all_ranks(world, address, follow if world.local_rank == 0 else None)
+    uploader = on_all_ranks(world, address, open_mirror if world.local_rank == 0 else None)
     if uploader is not None:
         world.say(f"local  {folder}, uploaded to {address}")
         uploader.uploads.start()
@@ -323,7 +323,7 @@ def mirror_run(config: RunConfig, job: Any) -> None:
 
 
 def on_all_ranks(world: World, address: str, call: Callable[[Store], T] | None) -> T | None:
-    """The result of this rank's call, if it has one. Errors: on every rank, any rank's Failure."""
+    """The result of this rank's call, if it has one. Errors: any rank's Failure, on every rank."""
     problem: Failure | None = None
     result: T | None = None
     try:
@@ -351,7 +351,7 @@ def at_address(address: str, call: Callable[[Store], T]) -> T:
 def fetched(text: str) -> Path:
     """The local path of a run, a checkpoint or another file, which may be at an address.
 
-    Manifests and logs are downloaded here, a checkpoint's files when it is read. Errors: Failure.
+    Downloads manifests and logs; a checkpoint's files follow when it is read. Errors: Failure.
     """
     if "://" not in text:
         return Path(text).expanduser()

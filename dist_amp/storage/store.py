@@ -1,8 +1,8 @@
-"""Files at an address (s3, gs, az, file by fsspec), and which process may write there.
+"""Files at an address (s3, gs, az or file, by fsspec), and which process may write there.
 
-The writer holds the claim, a small file that it rewrites every few seconds. A new run takes the
-claim if its holder has released it or stopped rewriting it, and fails otherwise; no clocks are
-compared. A holder that finds another's claim in place of its own writes nothing more.
+The writer holds the claim, a small file at the address that it rewrites every few seconds. A new
+run takes the claim if the holder has released it, or does not rewrite it while the run watches (so
+no clocks are compared); else the run fails. A holder that finds another's claim writes no more.
 """
 
 import json
@@ -21,8 +21,8 @@ from dist_amp.files import entry_of
 CLAIMS = "leases"
 CLAIM = f"{CLAIMS}/claim.json"
 RENEW_SECONDS = 10.0
-DEAD_SECONDS = 45.0  # without a renewal; a live holder may fail to write a few
-LOOK_SECONDS = 2.0  # between reads; Google Cloud Storage allows one write per second to a file
+DEAD_SECONDS = 45.0  # without a renewal, a holder is dead; a live one may miss a few renewals
+LOOK_SECONDS = 2.0  # between looks at the claim; Google Cloud Storage allows a write per second
 
 
 class Store:
@@ -32,10 +32,10 @@ class Store:
         from fsspec.core import url_to_fs
 
         self.address = address.rstrip("/")
-        # Object stores have no folders; on a disk they must be created.
+        # Object stores have no folders; on a disk, writes must create them.
         options = {"auto_mkdir": True} if address.startswith("file:") else {}
         try:
-            # Cached listings would show what was there before.
+            # fsspec's cached listings would hide what other processes write.
             self.fs, self.root = url_to_fs(self.address, use_listings_cache=False, **options)
         except ImportError as error:  # its message names the package to install
             raise ConfigError(f"run.dir={address}: {first_line(error)} (pip install)") from error
@@ -44,7 +44,7 @@ class Store:
         return f"{self.root}/{name}".rstrip("/")
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """{name: bytes} of all files in a folder; empty if there is none."""
+        """{name: bytes} of all files in a folder and below; empty if there is no such folder."""
         try:
             entries = self.fs.find(self.path(folder), detail=True)
         except FileNotFoundError:
@@ -52,7 +52,7 @@ class Store:
         return {path.removeprefix(f"{self.root}/"): info["size"] for path, info in entries.items()}
 
     def read(self, name: str) -> bytes:
-        """The content of a file; empty if there is none."""
+        """The content of a file; empty if there is no such file."""
         try:
             content: bytes = self.fs.cat_file(self.path(name))
         except FileNotFoundError:
@@ -67,7 +67,7 @@ class Store:
             self.fs.rm_file(self.path(name))
 
     def upload(self, local: Path, name: str, entry: dict[str, Any]) -> None:
-        """Upload a file; `entry`: its size and hash. Errors: OSError if it does not match them."""
+        """Upload a file. entry: its size and hash. Errors: OSError if it does not match them."""
         if entry_of(local) != entry:
             raise OSError(f"{local} is not what its manifest says")
         self.fs.put_file(str(local), self.path(name))
@@ -84,7 +84,7 @@ class Store:
 class Claim:
     """The right of this process to write at an address, until another process takes it.
 
-    ended: the id of a claim whose process is dead. Errors: Failure if a live run holds the claim.
+    ended: the id of a claim known to be a dead process's. Errors: Failure if a live run holds it.
     """
 
     def __init__(self, store: Store, ended: str, say: Callable[[str], None]):
@@ -96,25 +96,25 @@ class Claim:
             self._wait_for_end(before, say)
         self._write()
         time.sleep(LOOK_SECONDS)  # if two start at once, the last to write keeps the claim
-        holder = self.read()
-        if holder and holder["id"] != self.record["id"]:
-            raise self._in_use(holder)
+        current = self.read()
+        if current and current["id"] != self.record["id"]:
+            raise self._in_use(current)
 
     def read(self) -> dict[str, Any]:
-        """The claim at the address, of whichever process; empty if there is none."""
+        """The claim at the address, this process's or another's; empty if there is none."""
         record: dict[str, Any] = json.loads(self.store.read(CLAIM) or b"{}")
         return record
 
     def renew(self) -> None:
-        """Show that this process is alive. Errors: OSError if another has taken the claim."""
-        holder = self.read()
-        if holder and holder["id"] != self.record["id"]:
-            raise OSError(f"{holder['holder']} has taken over")
+        """Show that this process is alive. Errors: OSError if another process has the claim."""
+        current = self.read()
+        if current and current["id"] != self.record["id"]:
+            raise OSError(f"{current['holder']} has taken over")
         self.record["renewals"] += 1
         self._write()
 
     def release(self) -> None:
-        """Let the next process start at once; if the store can't be reached, it has to wait."""
+        """Let the next process start at once; it has to wait if the store can't be reached now."""
         self.record["released"] = True
         with suppress(Exception):
             self.renew()
@@ -123,7 +123,7 @@ class Claim:
         self.store.write(CLAIM, json.dumps(self.record).encode())
 
     def _wait_for_end(self, record: dict[str, Any], say: Callable[[str], None]) -> None:
-        """Return when the holder of a claim has ended. Errors: Failure if it is alive."""
+        """Return when the holder has released the claim, or died. Errors: Failure if it lives."""
         say(
             f"{self.store.address} was last written by {record['holder']}, which did not say that "
             f"it ended; waiting up to {DEAD_SECONDS:.0f} s for a sign of life"
