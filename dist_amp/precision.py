@@ -153,7 +153,7 @@ class Scaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, in place. In your own loop, call it before clipping."""
+        """Divide the gradients by the scale, in place; a custom loop calls it before clipping."""
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         if not self._is_decided:
             norm: Any = nn.utils.get_total_norm(gradients)
