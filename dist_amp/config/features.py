@@ -1,4 +1,4 @@
-"""Which settings and task methods need an optional feature, and whether this project has it."""
+"""Settings and task methods that need an optional feature; an error if this project lacks it."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ SETTINGS = (
     ("run.eviction_notice", ("auto", "off"), "supervise.eviction"),
     ("run.observers", ((),), "supervise.callbacks"),
 )
-METHODS = (
+METHODS = (  # (method of a task, the feature that it needs)
     ("observers", "supervise.callbacks"),
     ("on_step", "supervise.callbacks"),
     ("train_metrics", "supervise.callbacks"),
