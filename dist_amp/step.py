@@ -110,7 +110,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
 
 
 def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, float]:
-    """Returns {metric: weighted mean over all validation samples}: the loss and the task's metrics.
+    """Returns {metric: weighted mean over all ranks}: the validation loss and the task's metrics.
 
     Returns {} without a validation split, or if `stop` returns True. `stop` is called before each
     step of the evaluation, and must return the same on every rank.

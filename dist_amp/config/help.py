@@ -80,7 +80,7 @@ def help_text(words: Sequence[str], prog: str, description: str) -> str:
 
 
 def help_on(topic: str, words: Sequence[str]) -> str:
-    """Help on the section `topic`, or on settings with `topic` in their name. Errors: ConfigError."""
+    """Help on the section `topic`, or the settings with it in their names. Errors: ConfigError."""
     settings = collect(words)
     # Import a task only if it is needed, because the default one takes seconds.
     with_task = "task.target" in settings or topic.startswith("task.args")

@@ -83,9 +83,8 @@ def load_saved(path: Path, argv: Sequence[str]) -> Config:
 
 
 def with_task(config: Config, task: Any) -> Config:
-    """The config with the class and arguments of this task object, from which commands rebuild it.
-
-    If they are unknown: the config's target if it names such a class, else GIVEN + the class name.
+    """The config with this task object's class and arguments, from which commands rebuild it. If
+    they are unknown: the config's target if it names such a class, else GIVEN + the class's name.
     """
     if isinstance(task, type):
         name = task.__name__

@@ -102,7 +102,7 @@ def check_dataset(dataset: Any, split: str) -> None:
 def check_length(
     length: int, micro_batch_size: int, accumulation_steps: int, drop_last: bool, world: World
 ) -> None:
-    """Errors: DataError if the dataset has less than one global batch, unless sizes are defaults."""
+    """Errors: DataError for less than one global batch, with drop_last or a configured size."""
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     is_default = micro_batch_size * accumulation_steps == TrainConfig.micro_batch_size
     if length < global_batch_size and (drop_last or not is_default):

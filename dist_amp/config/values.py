@@ -19,9 +19,8 @@ from dist_amp.config.suggestions import expected_text
 from dist_amp.errors import ConfigError
 
 CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "None": None}
-# Types of pydantic's errors: the value is no list; the key is unknown, or is a section.
-LIST_ERRORS = ("list_type", "tuple_type", "set_type")
-UNKNOWN = ("unexpected_keyword_argument", "dataclass_type")
+LIST_ERRORS = ("list_type", "tuple_type", "set_type")  # pydantic's errors: the value is no list
+UNKNOWN = ("unexpected_keyword_argument", "dataclass_type")  # no such key, or it is a section
 
 
 @dataclass(frozen=True)
