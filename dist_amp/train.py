@@ -68,7 +68,7 @@ def loop(run: ScriptRun, stop: AgreedStop) -> None:
     report: StepReport | None = None
     done: set[Action] = {"log", "save"}  # actions since the last step; neither is due at the start
     stop.poll(now=True)  # a signal may have come while the run was built
-    while (action := due(run, stop, done)) != "stop":
+    while (action := due(run, stop, done)) != "stop":  # asked again, as an evaluation may stop
         done.add(action)
         if action == "step":
             report = train_step(run, next(run.data))
