@@ -1,6 +1,8 @@
 """torchrun --nproc_per_node=8 -m dist_amp.train [--config FILE ...] [--section.key VALUE ...]
 
 Train the task for train.steps steps; evaluate, save and report on the way; write RUN/summary.json.
+From the outside in: `main` reads the config, `supervise` joins the ranks and reports errors,
+`run_job` builds or resumes the run, `train` adds observers, `loop` takes the steps.
 
 After each step every rank takes the actions that are due, in this order:
 
@@ -64,16 +66,14 @@ def train(run: ScriptRun, stop: AgreedStop) -> None:
 
 def loop(run: ScriptRun, stop: AgreedStop) -> None:
     """Take the steps, and the actions due after each: the same on every rank."""
-    is_last = run.step == run.config.train.steps
     report: StepReport | None = None
     done: set[Action] = {"log", "save"}  # actions since the last step; neither is due at the start
     stop.poll(now=True)  # a signal may have come while the run was built
-    while (action := due(run, stop, done)) != "stop":  # asked again, as an evaluation may stop
+    while (action := due(run, stop, done)) != "stop":  # an evaluation may end the run
         done.add(action)
         if action == "step":
             report = train_step(run, next(run.data))
             done = set()
-            is_last = run.step == run.config.train.steps
             if run.observers.problem is not None:
                 stop.end(str(run.observers.problem))
             stop.poll()
@@ -86,7 +86,7 @@ def loop(run: ScriptRun, stop: AgreedStop) -> None:
             run_evaluation(run, stop)
         elif action == "save":
             read_metrics(run)
-            run.saver.save(wait=is_last)
+            run.saver.save(wait=run.step == run.config.train.steps)
     read_metrics(run)
     if stop.agreed and run.config.checkpoint.every != "off":
         run.saver.save(wait=True)
