@@ -70,7 +70,7 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's type, first line, file and line number; in your code rather than in a package."""
+    """The error's type, first line, file and line, outside installed packages if possible."""
     places = list(traceback.extract_tb(error.__traceback__))
     outside = outside_packages(error)
     # Leave out frames of a dispatch mode: every operation passes through it, so it is no cause.

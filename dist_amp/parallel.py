@@ -1,7 +1,7 @@
 """One model on many ranks: single, DDP, FSDP2 or HSDP; gradient reduction and the global norm.
 
-Only this file depends on the strategy. All strategies average gradients over the ranks, so
-`train_step` always divides the loss by the mean weight per rank.
+The training loop is the same for all strategies: each of them averages gradients over the ranks,
+so the loss is always divided by the mean weight per rank.
 """
 
 import warnings

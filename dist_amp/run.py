@@ -54,7 +54,7 @@ class ScriptRun(Run):
     saver: Saver  # `build_run` sets this and set_switches
     _is_fitting = False  # stays True after an error
     set_switches: Callable[[], None]  # sets torch's process-wide flags as this run needs them
-    _place: Any = None  # (step, position in the data, random state) after `resume` or a fit
+    _loop_state: Any = None  # (step, position in the data, random state) after `resume` or a fit
 
     def resume(self) -> Path | None:
         """Restore the newest valid checkpoint that `run.resume` allows; None if there is none.
@@ -71,7 +71,7 @@ class ScriptRun(Run):
         path = resume(self)
         if path is not None:
             self.world.say(f"run    resumed from {path}")
-        self._keep_place()
+        self._keep_loop_state()
         return path
 
     def _check_local(self, call: str) -> None:
@@ -81,8 +81,8 @@ class ScriptRun(Run):
                 "and fit(run) keep a run on object storage; use one of them, or a local run.dir"
             )
 
-    def _keep_place(self) -> None:
-        self._place = (self.step, self.data.position, random_state(self.world.device))
+    def _keep_loop_state(self) -> None:
+        self._loop_state = (self.step, self.data.position, random_state(self.world.device))
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
@@ -105,8 +105,8 @@ class ScriptRun(Run):
             self.data.position = 0
             seed_all(self.config.run.seed + 1 + self.world.rank)
             resume(self)
-        elif self._place is not None and self._place[0] == self.step:
-            _, self.data.position, random = self._place
+        elif self._loop_state is not None and self._loop_state[0] == self.step:
+            _, self.data.position, random = self._loop_state
             set_random_state(random, self.world.device)
         # Keep the sums of the unfinished log interval, but not its throughput: the clock restarts.
         interval = self.world.stack(self.metrics.unfinished(self.data))
@@ -114,7 +114,7 @@ class ScriptRun(Run):
         self.data.items = 0
         self.data.tokens = 0
         yield
-        self._keep_place()
+        self._keep_loop_state()
         self._is_fitting = False
 
     def evaluate(self) -> dict[str, float]:

@@ -95,7 +95,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
                 loss.backward(run.scaler.scale(total_weight.inverse_mean))
     run.current_batch = None
     clock.enter("optimizer")
-    norm = run.parallel.global_grad_norm()  # still times the loss scale
+    norm = run.parallel.global_grad_norm()  # of gradients that include the loss scale
     norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.clip)  # the norm before clipping
     run.scaler.step(run.optimizer)  # changes nothing if any rank's gradients are not finite
     run.scaler.update()

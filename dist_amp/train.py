@@ -11,9 +11,9 @@ After each step every rank takes the actions that are due, in this order:
     save      a checkpoint
     stop      after the last step; or, with a last checkpoint, once the ranks have agreed to stop
 
-All ranks stop after the same step if one gets a signal, or if the task or an observer's error asks
-for it. An evaluation in progress is cut short, and the resumed run repeats it. Before it evaluates,
-saves or stops, the loop reads and checks the pending metrics, so that no diverged run is saved.
+All ranks stop after the same step if any of them gets a signal, if the task asks for it, or if an
+observer fails. An evaluation in progress is cut short; the resumed run repeats it. Before it
+evaluates, saves or stops, the loop checks the pending metrics: a run that fails is not saved.
 """
 
 import gc

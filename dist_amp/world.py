@@ -38,7 +38,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank, device and process groups, all fixed for the life of the process."""
+    """This process's rank, device and process groups; immutable."""
 
     rank: int = 0
     local_rank: int = 0
@@ -185,12 +185,12 @@ def joined(config: RunConfig) -> Iterator[World]:
     if world.world_size == 1:
         yield world
         return
-    joins = not dist.is_initialized()
+    owns_groups = not dist.is_initialized()
     failed = True
     try:
         with ExitStack() as joining:
             connect_timeout = timeout = timedelta(seconds=config.timeout_seconds)
-            if joins:
+            if owns_groups:
                 place = (world.rank, world.world_size, world.device)
                 timeout = joining.enter_context(join(*place, config.timeout_seconds))
             control = dist.new_group(backend="gloo", timeout=connect_timeout, group_desc="control")
@@ -199,14 +199,14 @@ def joined(config: RunConfig) -> Iterator[World]:
             background = dist.new_group(backend="gloo", timeout=A_DAY)
         world = replace(world, control=control, background=background)
         yield world
-        if joins:
+        if owns_groups:
             # FSDP2 over gloo aborts at exit if a rank destroys its groups while another is still in
             # a collective: 8 of 24 two-rank runs without this barrier, and none with it.
             world.barrier()
         failed = False
     finally:
-        joins = joins and dist.is_initialized()
-        if joins and failed and world.device.type == "cuda":
+        owns_groups = owns_groups and dist.is_initialized()
+        if owns_groups and failed and world.device.type == "cuda":
             abort_process_groups()  # destroying would wait for collectives that never end
-        elif joins:
+        elif owns_groups:
             dist.destroy_process_group()
