@@ -59,7 +59,7 @@ class Batches:
         self.last_step: Indexed = []
         self.fingerprint = ""  # of rank 0's dataset; set by checkpoint/
         fetch_class = Fetch if bad_samples is None else bad_samples.fetch
-        self.fetch = fetch_class(dataset, task, split, seeds=plan.deal is not None)
+        self.fetch = fetch_class(dataset, task, split, seeds=plan.deal is not None)  # bit_exact
         self.split = split
         self._end_workers: Callable[[], Any] = lambda: None
         self.bad_samples = bad_samples

@@ -137,27 +137,27 @@ class Schedule:
         scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self._scales = torch.tensor(scales, device=device)
         self._is_scaled = set(scales) != {1.0}
-        self._group_rates = self.lr.expand(len(scales))
+        self._group_rates = self.lr.expand(len(scales))  # a view of lr, unless there are scales
         if self._is_scaled:
             self._group_rates = self.lr * self._scales
         # A step updates the counters [applied, skipped, in a row] to [a + 1, s, 0] if applied, else
         # to [a, s + 1, r + 1]. The constants are tensors: passing numbers takes longer.
         updates = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]], device=device)
-        self._if_applied, self._kept_if_applied, self._if_skipped = updates
+        self._added_if_applied, self._kept_if_applied, self._added_if_skipped = updates
         # Whether the optimizer reads its learning rate on the device, as fused kernels do.
-        self._on_device = takes_grad_scale(optimizer) and (
+        self._has_device_lr = takes_grad_scale(optimizer) and (
             isinstance(optimizer, torch.optim.Adam) or hasattr(optimizer, "takes_device_lr")
         )
         self.bind()
 
     def step(self, applied: Tensor) -> None:
         """Count a step, and look up the next learning rate: the same if this step was skipped."""
-        if_applied = torch.addcmul(self._if_applied, self.counters, self._kept_if_applied)
-        if_skipped = self.counters + self._if_skipped
+        if_applied = torch.addcmul(self._added_if_applied, self.counters, self._kept_if_applied)
+        if_skipped = self.counters + self._added_if_skipped
         torch.where(applied, if_applied, if_skipped, out=self.counters)
         self.last_lr.copy_(self.lr)
         self._look_up()
-        if not self._on_device:
+        if not self._has_device_lr:
             self.bind()
 
     def _look_up(self) -> None:
@@ -167,11 +167,11 @@ class Schedule:
 
     def bind(self) -> None:
         """Put the current rates into the groups; call it after a load, which replaces them, too."""
-        rates: Sequence[Any] = self._group_rates.unbind()
-        if not self._on_device:
+        rates: Sequence[Any] = self._group_rates.unbind()  # views, which each step updates in place
+        if not self._has_device_lr:
             rates = self._group_rates.tolist()
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], Tensor) and not self._on_device:  # torchao's optimizers
+            if isinstance(group["lr"], Tensor) and not self._has_device_lr:  # torchao's optimizers
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate

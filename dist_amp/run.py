@@ -197,7 +197,7 @@ def build_run(
     seed_all(config.run.seed + 1 + world.rank)  # different dropout on every rank
     if config.parallel.bit_exact:
         run.parallel = exact_parallel(run)
-    if any(not p.requires_grad for p in run.parallel.module.parameters()):
+    if any(not p.requires_grad for p in run.parallel.module.parameters()):  # as LoRA's base
         from dist_amp.scaling.frozen import FrozenBase
 
         run.observers.add(FrozenBase(run.parallel.module, world, run.parallel.replicas), stays=True)
@@ -294,8 +294,8 @@ def lay_out(
         from dist_amp.scaling.float8 import to_float8
 
         to_float8(config, task, module, world)
-    blocks: list[nn.Module] = []
-    units: list[nn.Module] = []
+    blocks: list[nn.Module] = []  # the repeated layers
+    units: list[nn.Module] = []  # what FSDP2 gathers one by one: the blocks, untied embeddings
     compile_config = replace(config.compile, blocks=False)
     if config.compile.blocks and present("scaling.compile"):
         from dist_amp.scaling.compile import pick_compile
@@ -320,7 +320,7 @@ def lay_out(
     if sharded and present("scaling.hooks"):
         from dist_amp.scaling.hooks import hook_units
 
-        hook_units(module, units, world)
+        hook_units(module, units, world)  # times FSDP2's waits, and detects wrong uses
     if config.parallel.bit_exact and not sharded:
         from dist_amp.bit_exact import join_inputs
 
