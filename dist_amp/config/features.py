@@ -46,5 +46,5 @@ def check_features(config: Any, task: type) -> None:
     for name, feature in () if task.__module__.startswith("dist_amp.") else METHODS:
         if getattr(task, name, False) and not present(feature):
             raise ConfigError(
-                f"the task has {name}, which nothing would use: {missing(feature)}, or rename it"
+                f"nothing would call the task's {name}: {missing(feature)}, or rename the method"
             )

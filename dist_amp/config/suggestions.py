@@ -8,7 +8,7 @@ from dist_amp.errors import nearest_name
 
 # {removed setting: what to do instead}
 REMOVED = {
-    "data.format": "the files' endings tell it; rename the files, or link to them, as *.jsonl",
+    "data.format": "file extensions tell the format; rename the files, or link to them, as *.jsonl",
     "data.revision": "append it to data.name, as user/name@REVISION",
     "data.validation_fraction": "set data.validation_split to this number",
     "data.mix_by": "the weights of a mixture always count rows; remove it",
@@ -54,11 +54,11 @@ def unknown_key_text(key: str, source: str, known: Sequence[str]) -> str:
         return f"{start}: it is an option of torchrun and of dist_amp launch, which start the ranks"
     name = key.lower().rpartition(".")[2]
     if key.startswith("task.args."):
-        names = [other.removeprefix("task.args.") for other in known if "task.args." in other]
+        names = [arg.removeprefix("task.args.") for arg in known if "task.args." in arg]
         if near := nearest_name(name, names):
             return f"{start}; did you mean task.args.{near}?"
         return f"{start}; the task takes {', '.join(names) or 'no arguments'}"
-    same_name = [other for other in known if other.endswith(f".{name}")]
+    same_name = [path for path in known if path.endswith(f".{name}")]
     near = OTHER_LIBRARIES.get(name) or nearest_name(key.lower(), known)
     if len(same_name) == 1:
         near = same_name[0]

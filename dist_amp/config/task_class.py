@@ -124,7 +124,7 @@ def check_saved_target(target: str, folder: Path) -> None:
     if is_outside or here.is_relative_to(folder) or place.is_relative_to(folder):
         raise ConfigError(
             f"task.target={target} is only named by the config in {folder}, and would be imported "
-            f"from {place}, which could run any code; check that, then add --task.target {target}"
+            f"from {place}, which may run any code; check that code, then add --task.target {target}"
         )
     print(f"task   {target}, named by the saved config, from {place}", file=sys.stderr)
 

@@ -73,7 +73,7 @@ def read(kind: Any, settings: Settings, prefix: str = "") -> Any:
     for a value that is invalid in all readings, or for a required field without a value.
     """
     for key in settings:
-        if inner := [other for other in settings if other.startswith(f"{key}.")]:
+        if inner := [path for path in settings if path.startswith(f"{key}.")]:
             raise UnknownKey(inner[0])
     indices = dict.fromkeys(settings, 0)  # {key: which of its readings to try}
     reported: dict[str, list[Any]] = {}  # {key: the problems that an error message shows}
