@@ -124,7 +124,7 @@ def check_saved_target(target: str, folder: Path) -> None:
     if is_outside or here.is_relative_to(folder) or place.is_relative_to(folder):
         raise ConfigError(
             f"task.target={target} is only named by the config in {folder}, and would be imported "
-            f"from {place}, which may run any code; check that code, then add --task.target {target}"
+            f"from {place}, which can run any code; check the code, then add --task.target {target}"
         )
     print(f"task   {target}, named by the saved config, from {place}", file=sys.stderr)
 
@@ -192,7 +192,7 @@ def build_task(config: Config) -> Any:
         args = vars(args)
     if INJECTED in inspect.signature(cls).parameters:
         args = {**args, INJECTED: config.data}
-    from dist_amp.distributed.process import seed_all  # torch: settings are checked without it
+    from dist_amp.distributed.process import seed_all  # imports torch: slow, and settings need none
 
     seed_all(config.run.seed)  # a constructor draws the same numbers on every rank
     try:
