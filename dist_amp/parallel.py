@@ -1,7 +1,7 @@
 """One model on many ranks: single, DDP, FSDP2 or HSDP; gradient reduction and the global norm.
 
 The training loop is the same for all strategies: each of them averages gradients over the ranks,
-so the loss is always divided by the mean weight per rank.
+so `train_step` always divides the loss by the mean weight per rank.
 """
 
 import warnings
@@ -275,7 +275,7 @@ def _shard(
 
     register_fused_updates()
     place = placement(module, world)  # allocates a unit just before it is sharded
-    # Reshard units after their forward, but not the last one: its backward follows at once.
+    # Reshard units after their forward, but not the last unit: its backward follows at once.
     reshards: dict[Any, bool] = {unit: unit is not units[-1] for unit in units}
     for unit in units:
         place(unit)

@@ -146,7 +146,7 @@ class ScriptRun(Run):
         self.saver.save(wait)
         from dist_amp.optimizers.groups import check_formula
 
-        check_formula(self.schedule, self.step)
+        check_formula(self.schedule, self.step)  # the task's schedule(step) must stay the same
         return checkpoint_folder(self.folder, self.step)
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ def build_run(
 ) -> ScriptRun:
     """Assemble a run at step 0, without writing to disk; `ScriptRun.resume` loads a checkpoint.
 
-    world: from `world.start`; default: from `world.locate`. task: an object in place of
+    world: from `world.start`; default: from `world.locate`. task: an object, used instead of
     `task.target`. resumes: a checkpoint is loaded next, so weights that it fills may be left
     uninitialised.
     """
