@@ -1,10 +1,10 @@
 """Bit-exact training: the same bits on 1, 2, 4, 8, ... ranks, under every strategy.
 
 A sum of floats depends on the order of its terms, so that order is fixed here. A step runs in
-rounds of one micro-batch per rank. Micro-batch `round * world_size + rank` holds the same samples
-and draws the same random numbers wherever it is computed. Gradients are summed in one binary tree
-over these numbers: over the ranks of a round by an all-to-all and sums of pairs, over the rounds by
-merging equal partial sums, as a binary counter carries. Missing micro-batches add zeros.
+rounds of one micro-batch per rank. The micro-batch number `round * world_size + rank` has the same
+samples and random numbers on whichever rank it is computed. Gradients are summed in one binary tree
+over these numbers: over the ranks of a round by an all-to-all and sums of pairs; over the rounds by
+merging partial sums of equal size, as a binary counter carries. Missing micro-batches add zeros.
 
 Docs: docs/bit_exact.md
 """
@@ -37,7 +37,7 @@ from dist_amp.world import World, all_gather_single, as_scalar, local
 
 CHUNK = 2**22  # elements of a gradient that are squared at a time
 
-# Section, key, the values that can be exact, and why others can't.
+# (section, key, values that can be exact, why other values can't)
 EXACT = (
     ("parallel", "comm_dtype", ("off",), "compressed gradients are rounded once per rank"),
     ("parallel", "param_dtype", ("fp32",), "other strategies store float32 parameters"),
@@ -49,13 +49,13 @@ EXACT = (
 )
 
 
-# ---- what can't be exact
+# ---- the config, and what can't be exact
 
 
 def exact_config(config: Config, world: World) -> Config:
-    """The config with what bit-exact training needs. Errors: ConfigError for what can't be exact.
+    """The config, changed as bit-exact training needs. Errors: ConfigError if it can't be exact.
 
-    On a CPU it also sets one thread per process: other numbers of threads sum in other orders.
+    On a CPU it also limits torch to one thread: the order of a sum depends on how many there are.
     """
     ranks = world.world_size
     if ranks & (ranks - 1):
@@ -92,7 +92,7 @@ def exact_config(config: Config, world: World) -> Config:
 
 
 def exact_parallel(run: Run) -> "ExactParallel":
-    """Make the gradient reductions of a new run bit-exact; returns its new `parallel`.
+    """Make a new run's gradient reductions bit-exact; returns its new `parallel`.
 
     Errors: ConfigError for a model, task or optimizer whose steps can't be exact.
     """
@@ -119,7 +119,7 @@ def exact_parallel(run: Run) -> "ExactParallel":
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)
                 unit.set_custom_reduce_scatter(reduce_scatter)
-    if hasattr(run.optimizer, "take_one_at_a_time"):  # Muon: a batch may round differently
+    if hasattr(run.optimizer, "take_one_at_a_time"):  # Muon: a batched product rounds differently
         run.optimizer.take_one_at_a_time()
     run.world.say("exact  bit for bit on 1, 2, 4, ... ranks; reduces after every micro-batch")
     return ExactParallel(run)
@@ -138,20 +138,20 @@ def deal_in_order(window: Sequence[int], world_size: int, size: int, rank: int) 
 
 
 def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
-    """Seed all generators of this process for one micro-batch of step + 1, by its number."""
+    """Seed all generators of this process for a micro-batch, by its number, of step `step` + 1."""
     seed_all(hash((seed, step, micro_batch)) % 2**63)
 
 
 def join_inputs(units: Sequence[nn.Module]) -> None:
-    """If several blocks read a tensor, sum its gradients in FSDP2's order: within each block first.
+    """Sum the gradients of a tensor that several blocks read as FSDP2 does: in each block first.
 
     FSDP2 passes a block's inputs through one node of the autograd graph, and so does this.
     """
     for unit in units:
-        unit.register_forward_pre_hook(joined, prepend=True, with_kwargs=True)
+        unit.register_forward_pre_hook(with_joined_inputs, prepend=True, with_kwargs=True)
 
 
-def joined(unit: nn.Module, args: Any, kwargs: Any) -> Any:
+def with_joined_inputs(unit: nn.Module, args: Any, kwargs: Any) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     if not places or not torch.is_grad_enabled():
@@ -186,9 +186,9 @@ def tree_sum(values: Tensor) -> Tensor:
 
 
 def row_squares(gradient: Tensor) -> Tensor:
-    """Each row's sum of squares: [rows, ...] -> [rows] float32, the same for any subset of rows.
+    """Sum of squares per row: [rows, ...] -> [rows] float32; a shard of rows gives the same bits.
 
-    Adds elementwise only: a reduction kernel chooses its order by the number of rows.
+    Uses elementwise additions only: a reduction kernel's order depends on the number of rows.
     """
     rows = gradient.reshape(len(gradient) if gradient.ndim else 1, -1)
     sums = []
@@ -203,17 +203,17 @@ def row_squares(gradient: Tensor) -> Tensor:
 
 
 def exchanged(flat: Tensor, ranks: int, group: Any = None) -> Tensor:
-    """This rank's chunk of each rank's tensor: [n] -> [ranks, n / ranks]; one all-to-all."""
+    """All-to-all: this rank's chunk of every rank's tensor, [n] -> [ranks, n / ranks]."""
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)
     return received.view(ranks, -1)
 
 
 class ReduceScatter:
-    """FSDP2's reduce-scatter in the order of the tree, and under HSDP its all-reduce too.
+    """FSDP2's reduce-scatter in the order of the tree; under HSDP also the sum over replicas.
 
-    FSDP2 then sums over the replicas by itself, in any order. So each replica passes on a different
-    part of the finished sum, and zeros elsewhere. With two replicas there is only one order.
+    Afterwards FSDP2 sums over the replicas by itself, in any order. So each replica returns another
+    part of the finished sum, and zeros elsewhere. Two replicas have only one order.
     """
 
     def __init__(self, parallel: Parallel):
@@ -245,7 +245,7 @@ class ReduceScatter:
 
 
 def all_reduce(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """DDP's all-reduce in the order of the tree; sends as many bytes as an ordinary one."""
+    """DDP's all-reduce in the order of the tree; sends as many bytes as a ring all-reduce."""
     buffer = bucket.buffer()
     padded = F.pad(buffer, (0, -len(buffer) % world.world_size))
     all_gather_single(padded, tree_sum(exchanged(padded, world.world_size)))
@@ -257,8 +257,8 @@ def all_reduce(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Te
 
 
 class ExactSum(SumOverRanks):
-    """A sum over all micro-batches in the order of the tree. Gradients are summed over the ranks
-    here, not averaged, so `mean`, by which losses are divided, is the total.
+    """A sum over all micro-batches in the order of the tree. `mean`, by which losses are divided,
+    is the total here, because bit-exact gradients are summed over the ranks, not averaged.
     """
 
     def mean(self) -> Tensor:
@@ -269,7 +269,7 @@ class ExactSum(SumOverRanks):
 
 
 def by_micro_batch(values: Tensor, world: World) -> Tensor:
-    """[rounds] of this rank -> [rounds * world_size], by micro-batch; zero for other ranks'."""
+    """This rank's [rounds] -> [rounds * world_size] by micro-batch, zero for other ranks'."""
     table = values.new_zeros(len(values), world.world_size)
     table[:, world.rank] = values
     return table.flatten()
@@ -282,7 +282,7 @@ class ExactParallel(Parallel):
     """Parallel with gradients that are summed, not averaged, in one order."""
 
     def __init__(self, run: Run):
-        vars(self).update(vars(run.parallel))  # the same model, with other reductions
+        vars(self).update(vars(run.parallel))  # a copy with the same model; methods differ
         self._run = run
         self._synchronise = self.gradient_sync
         self.gradient_sync = self._micro_batch
@@ -291,7 +291,7 @@ class ExactParallel(Parallel):
 
     @contextmanager
     def _micro_batch(self, is_last: bool) -> Iterator[None]:
-        """The context of a micro-batch; at its end gradients are reduced and added to the sums."""
+        """The context of a micro-batch; at its end, gradients are reduced and added to `_sums`."""
         number = self._round * self.world.world_size + self.world.rank
         seed_micro_batch(self._run.config.run.seed, self._run.step, number)
         versions = self._versions()
@@ -308,7 +308,7 @@ class ExactParallel(Parallel):
         self._add(is_last)
 
     def _versions(self) -> dict[str, int]:
-        """torch's count of the writes to each tensor that is not trained."""
+        """{buffer or frozen parameter: torch's count of the writes to it}."""
         state = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {name: tensor._version for name, tensor in state if not tensor.requires_grad}
 
@@ -321,7 +321,7 @@ class ExactParallel(Parallel):
             total.append(local(parameter.grad))
         rounds = self._round
         if rounds % 2 and not is_last:
-            total = [gradient.clone() for gradient in total]  # DDP's are views of its buckets
+            total = [gradient.clone() for gradient in total]  # DDP reuses the memory: its buckets
         while self._sums and (is_last or rounds % 2 == 0):  # carry, as a binary counter does
             earlier = self._sums.pop()
             for gradient, later in zip(earlier, total, strict=True):
@@ -349,14 +349,14 @@ class ExactParallel(Parallel):
 
     @torch.no_grad()
     def global_grad_norm(self) -> Tensor:
-        """The norm as in Parallel, but summed by rows, which sharding never splits."""
+        """The norm as in Parallel, but by sums over rows, because sharding never splits a row."""
         shards = self.world.world_size // self.replicas
         parts = []
         for parameter in self.parameters:
             rows = torch.zeros(len(parameter) if parameter.ndim else 1, device=self.world.device)
             assert parameter.grad is not None
             gradient = local(parameter.grad)
-            # Under HSDP only the first replica adds its rows: the others hold the same.
+            # Under HSDP only the first replica adds its rows: the other replicas have equal ones.
             if gradient.numel() and (self.world.rank < shards or not self.sharded):
                 first = self.world.rank % shards * math.ceil(len(rows) / shards)
                 squares = row_squares(gradient)
@@ -369,7 +369,7 @@ class ExactParallel(Parallel):
 
 
 class ExactMetrics(Metrics):
-    """Metrics whose losses are summed over the ranks in each step, in one order."""
+    """Metrics whose loss sums are added over the ranks in each step, in the order of the tree."""
 
     def after_step(self, report: StepReport, micro_batches: Any = None) -> None:
         """Rank 0 records the sum of all ranks' losses, the other ranks zero."""

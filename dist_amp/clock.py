@@ -1,7 +1,7 @@
-"""Time per phase on each rank: the clock is always in one phase, so all add up to the total.
+"""Time per phase on each rank. The clock is always in exactly one phase, so the times add up.
 
-On a GPU it records events in the compute stream, which nothing waits for: a phase lasts until the
-device reaches the next one, so time in which a slow host leaves the device idle counts too.
+On a GPU it records events in the compute stream, without host-device synchronisation. A phase lasts
+until the device reaches the next event, so the time that the device waits for the host counts too.
 """
 
 import time
@@ -11,18 +11,16 @@ from typing import Any
 
 import torch
 
-# In a step: this rank's own work; communication, which includes the wait for other ranks; and
-# logging, on rank 0.
-OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
+OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")  # this rank's own work
+# "communication" includes the wait for other ranks; "logging" happens on rank 0 only.
 STEP_PHASES = (*OWN_PHASES, "communication", "logging")
-# Between steps.
-PHASES = (*STEP_PHASES, "evaluation", "checkpoint", "diagnostics")
+PHASES = (*STEP_PHASES, "evaluation", "checkpoint", "diagnostics")  # the last 3: between steps
 
-MANY_MARKS = 2048  # at so many unread marks, those that the device has reached are read
+MANY_MARKS = 2048  # at so many marks, those that the device has passed are read, to free events
 
 
 class PhaseClock:
-    """Seconds per phase since the last `lap`; it begins in "other". For one thread at a time."""
+    """Seconds per phase since the last `lap`; begins in "other". Not thread-safe."""
 
     def __init__(self, device: torch.device | None = None):
         self.on_gpu = device is not None and device.type == "cuda" and torch.cuda.is_available()
@@ -36,7 +34,7 @@ class PhaseClock:
 
     def _recorded_event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
-        with suppress(RuntimeError):  # the device has failed; the error is raised elsewhere
+        with suppress(RuntimeError):  # after a device error, which is raised elsewhere
             event.record()
         return event
 
@@ -58,7 +56,7 @@ class PhaseClock:
 
     @contextmanager
     def hold(self, phase: str) -> Iterator[None]:
-        """A phase for a with-block, in which others are ignored: an evaluation has no "forward"."""
+        """A phase for a with-block that ignores phases inside: evaluation has no "forward"."""
         if self._held:
             yield
             return
@@ -78,15 +76,17 @@ class PhaseClock:
         return lap
 
     def so_far(self) -> dict[str, float]:
-        """Seconds per phase since the last lap; on a GPU, of what the device has finished."""
+        """Seconds per phase since the last lap; on a GPU, up to the last event it has reached."""
         self._lap.end(self._phase, self._now())
         return self._lap.seconds(finished_only=True)
 
 
 class Lap:
+    """The phases between two calls of `lap`."""
+
     def __init__(self, begin: Any):
         self._since = begin  # where the first unread phase began
-        self._marks: list[tuple[str, Any]] = []  # unread: ended phases, and when each ended
+        self._marks: list[tuple[str, Any]] = []  # unread: (phase, time or event of its end)
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def end(self, phase: str, moment: Any) -> None:
@@ -95,7 +95,7 @@ class Lap:
             self.seconds(finished_only=True)
 
     def seconds(self, finished_only: bool = False) -> dict[str, float]:
-        """{phase: seconds} by PHASES. A GPU must have finished the lap, unless finished_only."""
+        """{phase: seconds} for PHASES. A GPU must have finished the lap, unless finished_only."""
         read = 0
         for phase, moment in self._marks:
             if isinstance(moment, float):

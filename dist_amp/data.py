@@ -1,8 +1,8 @@
 """A dataset's samples as this rank's micro-batches; the order depends on seed and position only.
 
-A step takes the next `global_batch_size` samples, or what is left of the epoch, and distributes
-them over ranks and micro-batches (loading/plan.py): the same set at every world size. To resume,
-one number is needed: how many samples were consumed.
+A step takes the next `global_batch_size` samples, or the rest of the epoch, and distributes them
+over ranks and micro-batches (loading/plan.py), so a step has the same samples at every world size.
+To resume, one number is enough: the position, which is how many samples all ranks have consumed.
 """
 
 import math
@@ -29,17 +29,17 @@ Indexed = list[tuple[Any, tuple[int, ...]]]  # micro-batches with their samples'
 
 
 class Padding:
-    """A micro-batch of weight 0, for a rank without samples: all ranks run the same collectives."""
+    """A micro-batch of weight 0 for a rank without samples, so that it runs all collectives too."""
 
     def __init__(self, batch: Any):
         self.batch = batch
 
 
 class Batches:
-    """This rank's micro-batches, one list per step, on the device; set `position` to resume.
+    """Iterator over steps: this rank's list of micro-batches, on the device.
 
-    The run's clock counts the time that training waits for them as "data". bad_samples: a
-    BadSamples that leaves out unreadable samples; with None such a sample ends the run.
+    Set `position` to resume. The run's clock counts as "data" how long training waits for them.
+    bad_samples: a BadSamples that leaves out unreadable samples; None: they end the run.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class Batches:
         bad_samples: Any = None,
     ):
         self.plan = plan
-        self.position = 0  # samples of all ranks consumed by the yielded steps
-        self.items = 0  # samples of this rank since the last log step
+        self.position = 0  # samples that all ranks have consumed in the yielded steps
+        self.items = 0  # samples of this rank since the last log step, as are `tokens`
         self.tokens = 0
         self.last_step: Indexed = []
-        self.fingerprint = ""  # of rank 0's dataset, once checkpoint/ has computed it
+        self.fingerprint = ""  # of rank 0's dataset; set by checkpoint/
         fetch_class = Fetch if bad_samples is None else bad_samples.fetch
-        self.fetch = fetch_class(dataset, task, split, seeds=plan.deal is not None)
+        self.fetch = fetch_class(dataset, task, split, seeds=plan.deal is not None)  # bit_exact
         self.split = split
         self._end_workers: Callable[[], Any] = lambda: None
         self.bad_samples = bad_samples
-        self._clock = world.clock if split == "training" else PhaseClock()
+        self._clock = world.clock if split == "training" else PhaseClock()  # the second is not read
         self._count_tokens: Callable[[Any], int] = lambda batch: 0
         if split == "training" and hasattr(task, "tokens"):
             self._count_tokens = task.tokens
@@ -100,7 +100,7 @@ class Batches:
         try:
             return self._checked(next(self._batches))
         except (OSError, EOFError):
-            # A worker died while sending. In this sleep SIGCHLD's handler raises a better error.
+            # A worker died while sending: wait, so that SIGCHLD's handler raises a better error.
             time.sleep(1)
             raise
 
@@ -114,7 +114,7 @@ class Batches:
         return min(limit, steps) if isinstance(limit, int) else steps
 
     def one_epoch(self, limit: int | Literal["auto", "all"]) -> Iterator[list[Any]]:
-        """The first epoch's steps, at most `limit`, in the same order each time: for evaluation."""
+        """For evaluation: the first epoch's steps, at most `limit`, in the same order each time."""
         steps = self.steps_in_one_epoch(limit)
         self.position = 0
         self._open(steps)
@@ -131,7 +131,7 @@ class Batches:
         return self.fetched(shards)
 
     def fetched(self, shards: list[Shard]) -> Indexed:
-        """Fetch these micro-batches in this process; random transforms draw from its generators."""
+        """Fetch these micro-batches in this process; random transforms use its generators."""
         batches = []
         for shard in shards:
             if self.workers:
@@ -161,7 +161,7 @@ class Batches:
 
 
 def indexed(batches: list[Any], shards: list[Shard]) -> Indexed:
-    """(micro-batch, its samples' indices) for each; one that does not count becomes Padding."""
+    """[(micro-batch, its samples' indices)]; a micro-batch that does not count becomes Padding."""
     pairs = []
     for batch, shard in zip(batches, shards, strict=True):
         if not shard.counts:
@@ -178,7 +178,7 @@ def build_batches(
     deal: Deal | None = None,
     bad_samples: Any = None,
 ) -> Batches:
-    """The training batches. Errors: DataError if the dataset does not fill one global batch."""
+    """The training batches. deal: see `loading.plan.Plan`. Errors: DataError, ConfigError."""
     length = len(dataset)
     micro_batch_size = config.train.micro_batch_size
     micro_batches = accumulation_steps(config.train, world.world_size)
@@ -192,7 +192,7 @@ def build_batches(
         dataset = grouped(config.data, dataset)
     order: str = shuffled_order(length) if config.data.shuffle else "dataset"
     dataset_order = None
-    if config.data.shuffle and hasattr(dataset, "shuffled"):  # such as Parquet by row group
+    if config.data.shuffle and hasattr(dataset, "shuffled"):  # shuffles itself: Parquet, buckets
         order, dataset_order = dataset.shuffled(global_batch_size, world.world_size)
     plan = Plan(
         length,
@@ -212,7 +212,7 @@ def build_batches(
 def build_validation(
     task: Task, dataset: Any, workers: int, world: World, training: Batches
 ) -> Batches | None:
-    """The validation batches, in the dataset's order; None if there are none."""
+    """The validation batches, in the dataset's order; None without validation samples."""
     if dataset is None or len(dataset) == 0:
         return None
     size = training.plan.micro_batch_size * world.world_size

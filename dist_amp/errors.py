@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 MASK = "***"
-# user:password@, where a password may hold slashes, unlike the port in host:80/a@b.
+# user:password@ in a URL. The password may contain slashes; host:80/a@b is not a login.
 LOGIN = re.compile(r"(?<=//)(?:[^/\s\"']+|[^/\s\"':@]+:(?!:|\d*[/?#])[^\s\"'@]+)@")
 # Parameters of signed URLs, such as X-Amz-Signature= and sig=.
 QUERY = re.compile(
@@ -23,7 +23,7 @@ SECRET = (
 # Secrets in TOML, code and storage options, such as 'secret': 'abc' and password = "abc".
 QUOTED = re.compile(rf"(?i)(?<!\w)((?:{SECRET})(?:['\"]\s*:|\s*=)\s*)(['\"])(?:\\.|(?!\2)[^\\])+\2")
 
-SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be restarted (EX_TEMPFAIL)
+SAVED_AND_STOPPED = 75  # exit status: stopped by a signal and saved; restart it (EX_TEMPFAIL)
 
 
 class Failure(Exception):
@@ -36,7 +36,7 @@ class Failure(Exception):
 
 
 class Transient(Failure):
-    """A rank is dead, hangs or can't be reached: a restart may succeed."""
+    """A rank is dead, hangs or can't be reached; a restart may succeed."""
 
 
 class ConfigError(Failure):
@@ -44,23 +44,23 @@ class ConfigError(Failure):
 
 
 class DataError(Failure):
-    """The data, what the task does with them, or a checkpoint is wrong."""
+    """The data, a task's method or a checkpoint is wrong."""
 
     exit_code = 65
 
 
 class NumericsError(Failure):
-    """Training can't continue: its numbers are not finite, or not the same on all ranks."""
+    """Training can't continue: values are not finite, or differ between ranks."""
 
     exit_code = 70
 
 
 class CheckpointRejected(Exception):
-    """Says why a checkpoint can't be loaded. Not a Failure: the run may have another, valid one."""
+    """A checkpoint can't be loaded. Not a Failure: the run may have another, valid checkpoint."""
 
 
 def masked(text: str) -> str:
-    """The text with passwords in URLs, signatures of URLs and quoted secrets masked."""
+    """The text with passwords and signatures in URLs, and quoted secrets, masked."""
     text = QUERY.sub(rf"\1={MASK}", LOGIN.sub(f"{MASK}@", text))
     return QUOTED.sub(rf"\1\2{MASK}\2", text)
 
@@ -70,17 +70,17 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's type, first line, and place in a file, outside installed packages if possible."""
+    """The error's type, first line, file and line, outside installed packages if possible."""
     places = list(traceback.extract_tb(error.__traceback__))
     outside = outside_packages(error)
-    # Every operation passes through an active dispatch mode, which is not the cause.
+    # Leave out frames of a dispatch mode: every operation passes through it, so it is no cause.
     places = [place for place in outside if place.name != "__torch_dispatch__"] or places
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     return masked(f"{type(error).__name__}: {first_line(error)}{where}")
 
 
 def outside_packages(error: BaseException) -> list[traceback.FrameSummary]:
-    """The error's frames, without installed packages and code that torch.compile wrote."""
+    """The error's frames outside installed packages and torch.compile's generated code."""
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "-packages")
     outside = []
     for place in traceback.extract_tb(error.__traceback__):
@@ -103,7 +103,7 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """The lines of a table; the first `left` columns are left-aligned, the others right-aligned."""
+    """The lines of a table; the first `left` columns are left-aligned, the rest right-aligned."""
     aligned = []
     for number, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))

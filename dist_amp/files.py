@@ -1,4 +1,4 @@
-"""Files: durable writes, hashes, locks, JSON without nan, network disks, the shipped files."""
+"""Files: durable writes, hashes, locks, metrics.jsonl, network disks, shipped configs."""
 
 import errno
 import hashlib
@@ -18,7 +18,7 @@ import xxhash
 from dist_amp.errors import ConfigError
 
 SHIPPED = "configs/debug.toml"  # marks the folder of the shipped files
-ADDRESS = ".address"  # a file in the local folder of a run on object storage
+ADDRESS = ".address"  # in the local folder of a run on object storage: the run's address
 
 
 @cache
@@ -31,7 +31,7 @@ def present(feature: str) -> bool:
 def missing(feature: str) -> str:
     """The error text for a feature that is not in this project, and how to get it."""
     path = f"dist_amp/{feature.replace('.', '/')}"
-    path += "/" if "." not in feature and feature != "bit_exact" else ".py"
+    path += "/" if "." not in feature and feature != "bit_exact" else ".py"  # "storage" is a folder
     name = feature.rpartition(".")[2]
     return f"this project has no {path}; get it with `dist_amp adopt {name}`"
 
@@ -52,9 +52,9 @@ def run_dir(folder: Path) -> str:
 
 @contextmanager
 def only_process(path: Path, seconds: float = 0.0) -> Iterator[None]:
-    """Hold a lock file that names this process; the kernel releases the lock of a dead process.
+    """Context that holds a lock file, with this process's name in it; a process's death unlocks it.
 
-    Errors: InUse if another process holds it for all these seconds; OSError.
+    Errors: InUse if another process still holds the lock after `seconds`; OSError.
     """
     from filelock import FileLock, Timeout
 
@@ -74,7 +74,7 @@ def only_process(path: Path, seconds: float = 0.0) -> Iterator[None]:
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace a file's content; after a power cut or an OSError it is either the old or the new."""
+    """Replace a file's content: a power cut or an OSError leaves the old content or the new one."""
     temporary = path.with_name(f".{path.name}.writing")
     write_synced(temporary, content)
     temporary.replace(path)
@@ -82,7 +82,7 @@ def write_durably(path: Path, content: str | bytes) -> None:
 
 
 def write_synced(path: Path, content: str | bytes) -> None:
-    """Write a file in place and flush it: for a folder that is renamed once it is complete."""
+    """Write and flush a file in place, for a folder that is renamed once it is complete."""
     data = content.encode() if isinstance(content, str) else content
     with path.open("wb") as file:
         file.write(data)
@@ -91,11 +91,11 @@ def write_synced(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
+    """Flush a folder's entries to disk, so that renames inside survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
-    except OSError as error:  # file systems that do not support it do not need it
+    except OSError as error:  # file systems without fsync for folders don't need it
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -103,7 +103,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def appears(folder: Path, seconds: float = 60.0) -> bool:
-    """Whether a folder that another rank has made is visible; a network disk may take a minute."""
+    """Wait until another rank's new folder is visible (network disks: up to a minute); or False."""
     deadline = time.monotonic() + seconds
     while not folder.is_dir():
         if time.monotonic() > deadline:
@@ -125,9 +125,9 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[int]]:
-    """The rows of metrics.jsonl, and the numbers of damaged lines; both empty without the file.
+    """Returns (rows of metrics.jsonl, numbers of its damaged lines), both empty without the file.
 
-    A last line that a kill has torn is in neither.
+    An incomplete last line, as a kill leaves it, is in neither.
     """
     rows = []
     damaged = []
@@ -141,7 +141,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[int]]:
 
 
 def parse_row(line: bytes) -> Row | None:
-    """The row in a line of metrics.jsonl; None if the line is torn or damaged."""
+    """The row in a line of metrics.jsonl; None if the line is incomplete or damaged."""
     try:
         row = json.loads(line)
         return row if isinstance(row["step"], int) else None
@@ -150,7 +150,7 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def plain_json(value: Any) -> Any:
-    """The value with nan and inf as texts, since JSON has no numbers for them."""
+    """The value with nan and inf as strings, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {name: plain_json(part) for name, part in value.items()}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """The optimizer, its parameter groups, and the learning-rate schedule by applied steps.
 
-A skipped step changes nothing: no parameter, moment or learning rate, nor the count of applied
-steps. The counts are kept on the device, so that no step waits for it.
+A skipped step changes no parameter, moment or learning rate, nor the count of applied steps. The
+counts are kept on the device, so that no step needs a host-device synchronisation to read them.
 """
 
 import math
@@ -24,7 +24,7 @@ DECAY_RATIO = 0.2
 def learning_rate(
     config: OptimConfig, applied_steps: int, total_steps: int, task: Any = None
 ) -> float:
-    """The learning rate of the step after `applied_steps` applied ones."""
+    """The learning rate of the next step, after `applied_steps` applied steps."""
     if hasattr(task, "schedule"):
         from dist_amp.optimizers.groups import task_factor
 
@@ -44,7 +44,7 @@ def learning_rate(
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Two groups: weight decay for matrices, and none for vectors (biases, norms)."""
+    """Two groups: matrices, with weight decay, and vectors (biases, norms), without; or Muon's."""
     if config.name == "muon":
         from dist_amp.optimizers.muon import muon_groups
 
@@ -65,10 +65,10 @@ def build_optimizer(
     task: Any = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> Optimizer:
-    """The task's optimizer, or the one that optim.name names.
+    """The optimizer of optim.name, or the task's; the groups of `parameter_groups`, or the task's.
 
-    Build it after sharding, which replaces the parameters. Uses the task's groups(model) and
-    optimizer(groups, lr) if it has them. Errors: ConfigError.
+    Call it after sharding, which replaces the parameters. The task's are its groups(model) and
+    optimizer(groups, lr), if it has them. Errors: ConfigError.
     """
     groups = parameter_groups(model, config)
     if hasattr(task, "groups"):
@@ -111,9 +111,9 @@ def named_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimi
 class Schedule:
     """The learning rate by applied steps, and the counts of steps, all on the device.
 
-    The formula is plain Python, computed once for each step into a table; a step looks its rate up
-    on the device. applied_steps, skipped_steps, skips_in_a_row: scalar int64. lr, last_lr: the
-    next and the last step's learning rate, scalar float32. A group's is lr times its lr_scale.
+    A table holds the learning rate of each step, computed by plain Python at the start; a step
+    looks its rate up on the device. applied_steps, skipped_steps, skips_in_a_row: scalar int64.
+    lr, last_lr: rate of the next and last step, scalar float32. A group's rate: lr * lr_scale.
     """
 
     _factor = 1.0
@@ -131,33 +131,33 @@ class Schedule:
         self.applied_steps, self.skipped_steps, self.skips_in_a_row = self.counters.unbind()
         self.formula = partial(learning_rate, config, total_steps=total_steps, task=task)
         self.table = [self.formula(step) for step in range(total_steps + 1)]
-        self._rates = torch.tensor(self.table, dtype=torch.float32, device=device)  # times factor
+        self._rates = torch.tensor(self.table, dtype=torch.float32, device=device)  # table * factor
         self.lr = self._rates[0].clone()
         self.last_lr = self._rates[0].clone()
         scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self._scales = torch.tensor(scales, device=device)
         self._is_scaled = set(scales) != {1.0}
-        self._group_rates = self.lr.expand(len(scales))
+        self._group_rates = self.lr.expand(len(scales))  # a view of lr, unless there are scales
         if self._is_scaled:
             self._group_rates = self.lr * self._scales
-        # Tensors, since numbers from the host would cost more than what is computed with them.
-        # Counters [a, s, r] become [a + 1, s, 0] if the step is applied, else [a, s + 1, r + 1].
+        # A step updates the counters [applied, skipped, in a row] to [a + 1, s, 0] if applied, else
+        # to [a, s + 1, r + 1]. The constants are tensors: passing numbers takes longer.
         updates = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]], device=device)
-        self._if_applied, self._kept_if_applied, self._if_skipped = updates
+        self._added_if_applied, self._kept_if_applied, self._added_if_skipped = updates
         # Whether the optimizer reads its learning rate on the device, as fused kernels do.
-        self._on_device = takes_grad_scale(optimizer) and (
+        self._has_device_lr = takes_grad_scale(optimizer) and (
             isinstance(optimizer, torch.optim.Adam) or hasattr(optimizer, "takes_device_lr")
         )
         self.bind()
 
     def step(self, applied: Tensor) -> None:
         """Count a step, and look up the next learning rate: the same if this step was skipped."""
-        if_applied = torch.addcmul(self._if_applied, self.counters, self._kept_if_applied)
-        if_skipped = self.counters + self._if_skipped
+        if_applied = torch.addcmul(self._added_if_applied, self.counters, self._kept_if_applied)
+        if_skipped = self.counters + self._added_if_skipped
         torch.where(applied, if_applied, if_skipped, out=self.counters)
         self.last_lr.copy_(self.lr)
         self._look_up()
-        if not self._on_device:
+        if not self._has_device_lr:
             self.bind()
 
     def _look_up(self) -> None:
@@ -166,12 +166,12 @@ class Schedule:
             torch.mul(self.lr, self._scales, out=self._group_rates)
 
     def bind(self) -> None:
-        """Put the current rates into the groups; also after a load, which replaces them."""
-        rates: Sequence[Any] = self._group_rates.unbind()
-        if not self._on_device:
+        """Put the current rates into the groups; call it after a load, which replaces them, too."""
+        rates: Sequence[Any] = self._group_rates.unbind()  # views, which each step updates in place
+        if not self._has_device_lr:
             rates = self._group_rates.tolist()
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], Tensor) and not self._on_device:  # torchao's optimizers
+            if isinstance(group["lr"], Tensor) and not self._has_device_lr:  # torchao's optimizers
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -182,7 +182,7 @@ class Schedule:
 
     @property
     def factor(self) -> float:
-        """Multiplies the rates of the next steps; set it on every rank. Errors: ConfigError."""
+        """Factor of all later learning rates; set it on every rank. Errors: ConfigError."""
         return self._factor
 
     @factor.setter

@@ -1,7 +1,7 @@
-"""One model over many ranks: single, DDP, FSDP2 or HSDP; gradient synchronisation and global norm.
+"""One model on many ranks: single, DDP, FSDP2 or HSDP; gradient reduction and the global norm.
 
-The strategies differ only here. All of them average gradients over the ranks, so a loss is always
-divided by the mean weight of a rank, and the loop reads the same.
+The training loop is the same for all strategies: each of them averages gradients over the ranks,
+so `train_step` always divides the loss by the mean weight per rank.
 """
 
 import warnings
@@ -27,7 +27,7 @@ from dist_amp.world import World, as_scalar
 
 
 class SumOverRanks:
-    """A scalar summed over all ranks, asynchronously. total: the sum, once `mean` returned."""
+    """A scalar summed over all ranks, asynchronously. total: the sum, after a call of `mean`."""
 
     def __init__(self, value: Tensor, world: World):
         """value: this rank's term, scalar float32 on the device; the sum overwrites it."""
@@ -39,7 +39,7 @@ class SumOverRanks:
             self._work = dist.all_reduce(value, async_op=True)
 
     def mean(self) -> Tensor:
-        """The mean over ranks. The first call waits for it; on a GPU only the stream waits."""
+        """The mean over ranks. The first call waits for the sum; on a GPU only the stream waits."""
         if self._work is not None:
             previous = self._world.clock.enter("communication")
             self._work.wait()
@@ -61,35 +61,35 @@ class Parallel:
     module: nn.Module  # without DDP's wrapper
     model: nn.Module  # what the loop calls
     world: World
-    # The context of a micro-batch's forward and backward; called with whether to reduce gradients.
+    # gradient_sync(whether to reduce gradients): context of a micro-batch's forward and backward.
     gradient_sync: Callable[[bool], AbstractContextManager[Any]]
-    state_device: torch.device  # of parameters and moments: the CPU if they are offloaded
-    replicas: int = 1  # the number of ranks that hold the same gradients
+    state_device: torch.device  # of parameters and optimizer state: the CPU with cpu_offload
+    replicas: int = 1  # how many ranks hold each gradient once it is reduced
     # {FSDP2 unit, or the root: whether it is resharded after its forward}
     reshards: dict[Any, bool] = field(default_factory=dict)
-    parameters: list[nn.Parameter] = field(init=False)  # those that are trained
+    parameters: list[nn.Parameter] = field(init=False)  # the trained ones
 
     def __post_init__(self) -> None:
-        # A list, since walking the modules in each step costs 160 us.
+        # Listed once: walking the modules takes 160 us.
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds a part of every parameter."""
+        """Whether each rank holds only a shard of every parameter."""
         return self.strategy in ("fsdp", "hsdp")
 
     def sum_over_ranks(self, values: Sequence[float | Tensor]) -> SumOverRanks:
-        """Start to sum the values of all ranks in float32: a number or a scalar per micro-batch."""
-        # Numbers are added on the host: one operation on the device, not one per micro-batch.
+        """Start the float32 sum over all ranks of `values`: one per micro-batch of this rank."""
+        # Numbers are added on the host, which saves an operation on the device per micro-batch.
         total = sum(v.detach().float() if isinstance(v, Tensor) else v for v in values)
         return SumOverRanks(as_scalar(total, self.world.device), self.world)
 
     def global_grad_norm(self) -> Tensor:
-        """Global L2 norm of the scaled gradients: scalar float32 on state_device, equal everywhere.
+        """Global L2 norm of the gradients: scalar float32 on state_device, equal on all ranks.
 
         inf or nan if any gradient on any rank is not finite. One all-reduce if gradients are
-        sharded; none under DDP, where all ranks hold the same ones. A missing gradient, such as an
-        idle expert's, becomes zeros. Source: Pascanu et al. 2013, arXiv:1211.5063.
+        sharded; none under DDP, where all ranks hold equal gradients. Missing gradients, such as an
+        idle expert's, are set to zeros. Source: Pascanu et al. 2013, arXiv:1211.5063.
         """
         gradients: list[Any] = []
         for parameter in self.parameters:
@@ -101,7 +101,7 @@ class Parallel:
         with torch.no_grad():  # else autograd would record to_local
             norms = norms_of([gradient.to_local() for gradient in gradients])
         square = norms.dot(norms).to(self.world.device, non_blocking=True)
-        shards = self.world.world_size / self.replicas  # the sum has each shard once per replica
+        shards = self.world.world_size / self.replicas  # the sum counts each shard once per replica
         norm = (SumOverRanks(square, self.world).mean() * shards).sqrt()
         return norm.to(self.state_device)  # under CPU offload the host waits for it
 
@@ -115,7 +115,7 @@ class Parallel:
             set_statistics(self.module, averaged_statistics(self.module, self.world))
 
     def restore_point(self) -> Callable[[], None]:
-        """Copy the random state and the model's buffers; calling the result restores them."""
+        """Copy the random state and the model's buffers; returns a function that restores them."""
         random = random_state(self.world.device)
         buffers = [
             (module, name, buffer, buffer.clone())
@@ -127,7 +127,7 @@ class Parallel:
         def restore() -> None:
             for module, name, buffer, value in buffers:
                 setattr(module, name, buffer)  # a forward may have assigned another tensor
-                # Write only what has changed: an expanded buffer, for one, can't be written to.
+                # Write only if the values changed: an expanded buffer, for one, can't be written.
                 if buffer.layout == torch.strided and not torch.equal(buffer, value):
                     buffer.copy_(value)
             set_random_state(random, self.world.device)
@@ -136,7 +136,7 @@ class Parallel:
 
     @contextmanager
     def no_side_effects(self) -> Iterator[None]:
-        """Afterwards restore the random state and the buffers, and clear the gradients."""
+        """Context that at its end restores the random state and buffers, and clears gradients."""
         restore = self.restore_point()
         try:
             yield
@@ -146,15 +146,15 @@ class Parallel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients, with batch statistics averaged over the ranks.
+        """Evaluation mode without gradients; batch-norm statistics are averaged over the ranks.
 
-        Afterwards calls model.train(), which a model may override to keep parts in evaluation mode.
+        Ends with model.train(), which a model may override to keep parts in evaluation mode.
         """
         self.average_batch_statistics()
         self.model.eval()
         for unit in self.reshards:
-            # No backward follows that would reshard it, and a task that writes to a parameter in
-            # its loss would then write to the gathered copy.
+            # Without this the unit stays gathered, as no backward follows; if the task's loss wrote
+            # to a parameter, it would change the gathered copy, not the shard.
             unit.set_reshard_after_forward(True, recurse=False)
         try:
             with torch.no_grad():
@@ -162,7 +162,7 @@ class Parallel:
         finally:
             self.model.train()
             for unit, reshard in self.reshards.items():
-                # An error may have left it gathered, and a checkpoint would save full tensors.
+                # An error may leave the unit gathered, and a checkpoint would save full tensors.
                 unit.reshard()
                 unit.set_reshard_after_forward(reshard, recurse=False)
 
@@ -182,7 +182,7 @@ def set_statistics(module: nn.Module, statistics: Mapping[str, Tensor]) -> None:
 def norms_of(gradients: list[Tensor]) -> Tensor:
     """Each gradient's L2 norm: [len(gradients)] float32.
 
-    One kernel for all takes 0.64 of the time, for 52 gradients of 64 x 64 on one core (measured).
+    One _foreach_norm takes 0.64 of the time of 52 calls, for 64 x 64 gradients on one core.
     """
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
 
@@ -195,9 +195,9 @@ def build_parallel(
     precision: Precision,
     world: World,
 ) -> Parallel:
-    """Place the module on the ranks. units: the modules that FSDP2 gathers one at a time.
+    """Place the module on the ranks. units: modules that FSDP2 gathers one by one, in model order.
 
-    Build the optimizer after this: sharding replaces the parameters.
+    Build the optimizer after this call, because sharding replaces the parameters.
     """
     if strategy in ("fsdp", "hsdp"):
         return _shard(config, strategy, module, units, precision, world)
@@ -213,7 +213,7 @@ def build_parallel(
 
 
 def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Parallel:
-    """DDP: a full copy on each rank, gradients averaged in buckets while backward runs."""
+    """DDP: a full copy on each rank; gradients are averaged in buckets while backward runs."""
     from dist_amp.scaling.reduction import ZerosForUnused, fix_buckets, time_reduction
 
     with warnings.catch_warnings():
@@ -222,12 +222,12 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
         model = DistributedDataParallel(
             module,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # saves a collective per forward; `evaluating` averages them
+            broadcast_buffers=False,  # saves a broadcast per forward; `evaluating` averages them
         )
     if config.comm_dtype != "off":
         hook = getattr(default_hooks, f"{config.comm_dtype}_compress_hook")
         model.register_comm_hook(None, hook)
-    if world.world_size > 2:  # a sum of two numbers has the same bits in any order
+    if world.world_size > 2:  # a sum over two ranks has the same bits in any order
         fix_buckets(model)
     time_reduction(model, world.clock)
     zero_unused = ZerosForUnused(model)
@@ -250,7 +250,7 @@ def _shard(
     precision: Precision,
     world: World,
 ) -> Parallel:
-    """FSDP2: each unit is gathered for its forward and backward; the root holds what remains."""
+    """FSDP2: gathers a unit for its forward and backward; the root has all other parameters."""
     replicas = 1
     mesh = world.mesh((world.world_size,), ("shard",))
     if strategy == "hsdp":
@@ -275,7 +275,7 @@ def _shard(
 
     register_fused_updates()
     place = placement(module, world)  # allocates a unit just before it is sharded
-    # All but the last unit, whose backward comes right after its forward.
+    # Reshard units after their forward, but not the last unit: its backward follows at once.
     reshards: dict[Any, bool] = {unit: unit is not units[-1] for unit in units}
     for unit in units:
         place(unit)
@@ -285,15 +285,15 @@ def _shard(
         if is_embedding(unit):  # its backward does not read the weight
             sharded_unit.set_unshard_in_backward(False)
     place(module)
-    # The root alone casts its output, the model's, to float32, in which the loss is summed.
-    if not config.bit_exact:  # which must equal the strategies that do not cast it
+    # Cast the model's output to float32, in which the loss is summed.
+    if not config.bit_exact:  # bit_exact must equal DDP, which does not cast the output
         policy = replace(policy, output_dtype=torch.float32)
-    # The root stays gathered: backward begins with its parameters, such as a tied head's.
+    # The root stays gathered, because backward begins with its parameters, such as a tied head's.
     model = fully_shard(module, mp_policy=policy, reshard_after_forward=False, **options)
     if hasattr(model, "set_reduce_scatter_unused_params"):  # since torch 2.13
         model.set_reduce_scatter_unused_params(True)
-    # Issue a unit's all-gather before the previous unit computes, so that a slow host does not
-    # delay it. No more units are gathered at once than by default. Source: torch's FSDPModule.
+    # Issue a unit's all-gather before the previous unit computes, so that a slow host can't delay
+    # it. No more units are gathered at once than by default. Source: torch's FSDPModule.
     sharded: list[Any] = [model, *units]
     for unit, following in pairwise(sharded):
         unit.set_modules_to_forward_prefetch([following])
@@ -305,7 +305,7 @@ def _shard(
         model.set_is_last_backward(sync)
         if config.accumulate_reduce != "every":
             model.set_requires_gradient_sync(sync)
-        elif strategy == "hsdp":  # reduce over the shards every time, over the replicas once
+        elif strategy == "hsdp":  # reduce-scatter in each micro-batch, all-reduce in the last
             model.set_requires_all_reduce(sync)
         return nothing
 

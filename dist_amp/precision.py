@@ -1,4 +1,4 @@
-"""Precision: which dtype computes what, what casts to it, and the loss scaler of all ranks.
+"""Precision: which dtype computes what, what casts to it, and the loss scaler that all ranks share.
 
 |          | parameters and their updates | forward, backward    | loss    | loss scaling      |
 |----------|------------------------------|----------------------|---------|-------------------|
@@ -6,9 +6,9 @@
 | bf16     | float32 (or bf16 under FSDP) | bfloat16 where safe  | float32 | 1                 |
 | fp16     | float32                      | float16 where safe   | float32 | one dynamic scale |
 
-Exactly one of two mechanisms casts. `torch.autocast` chooses a dtype per operation and keeps the
-sensitive ones in float32. FSDP2's `MixedPrecisionPolicy` casts whole blocks as it gathers them,
-which also halves the communication.
+In bf16 and fp16 exactly one of two mechanisms casts. `torch.autocast` chooses a dtype per operation
+and keeps the sensitive ones in float32. FSDP2's `MixedPrecisionPolicy` casts whole blocks before it
+gathers them, which also halves the bytes of the all-gathers.
 """
 
 import math
@@ -26,9 +26,9 @@ from dist_amp.settings import PrecisionConfig, ScalerConfig
 from dist_amp.world import World, local
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Relative differences of losses and gradient norms that another order of sums can explain; they
-# grow with each step. The demo on 1 and on 2 ranks differed by 2e-6 and 7e-5 after 100 steps in
-# float32; the other values are assumed.
+# Largest relative difference of two runs' losses or gradient norms that the order of summation can
+# explain. It grows with each step: after 100 steps in float32 the demo on 1 and 2 ranks differed by
+# 2e-6 (loss) and 7e-5 (norm). The values for other dtypes are assumed.
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05, "fp8": 0.05}
 
 
@@ -46,23 +46,23 @@ class Precision:
         self.dtype = DTYPES[config.name]
         self.cast_by = cast_by
         self.device = device
-        # Built once and entered for every micro-batch: 1.9 us, against 3.0 for a new one.
+        # Built once, entered for every micro-batch: 1.9 us, against 3.0 for a new context.
         self._autocast: AbstractContextManager[Any] = nullcontext()
         self._outer: AbstractContextManager[Any] = nullcontext()
         if cast_by == "autocast":
             self._autocast = torch.autocast(device.type, dtype=self.dtype)
-            if not sharded:  # else the cache would keep gathered parameters in memory
+            if not sharded:  # under FSDP2 the cache would keep gathered parameters in memory
                 self._outer = torch.autocast(device.type, enabled=False)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context for forward and loss; does nothing unless autocast is what casts."""
+        """The context for forward and loss; does nothing under FSDP2's policy and in float32."""
         return self._autocast
 
     def autocast_cache(self, micro_batches: int) -> AbstractContextManager[Any]:
         """A context around a step's micro-batches, in which autocast casts each weight only once.
 
-        Autocast caches its casts until the outermost autocast context ends, even a disabled one.
-        Two layers of 64 in bf16 with 4 micro-batches took 0.97 of the time on one core (measured).
+        Autocast keeps its casts until the outermost autocast context ends, even a disabled one.
+        Measured: 0.97 of the time, for two layers of 64 in bf16, 4 micro-batches and one core.
         """
         if micro_batches == 1:
             return nullcontext()
@@ -78,23 +78,23 @@ class Clip:
 
 
 def takes_grad_scale(optimizer: Optimizer) -> bool:
-    """Whether step() divides by `grad_scale` and skips by `found_inf`, as fused optimizers do."""
+    """Whether step() reads the attributes grad_scale and found_inf, as fused optimizers do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 class Scaler(torch.amp.GradScaler):
-    """torch's GradScaler, but whether a step is applied is decided for all ranks, on the device.
+    """torch's GradScaler, but all ranks decide alike, on the device, whether a step is applied.
 
-    The decision comes from the global gradient norm, which is the same on every rank. In bf16 and
-    float32 the scale stays 1, and a step whose gradients are not finite is skipped too.
+    They decide by the global gradient norm, which is the same on every rank. In bf16 and float32
+    the scale stays 1, and a step whose gradients are not finite is skipped too.
 
     scale_tensor: the loss scale, scalar float32 on the device. growth_tracker: applied steps since
-    it last changed, scalar int32. scales: whether losses are scaled, which is so in fp16 only.
+    the scale last changed, scalar int32. scales: whether losses are scaled (in fp16 only).
     applied: whether the last step was applied, scalar bool; found_inf: its opposite, float32.
     """
 
     def __init__(self, config: ScalerConfig, scales: bool, device: torch.device):
-        """device: of parameters and optimizer state, so the CPU under CPU offload."""
+        """device: of parameters and optimizer state, so the CPU with parallel.cpu_offload."""
         init_scale = config.init_scale if scales else 1.0
         super().__init__(
             device.type,
@@ -108,9 +108,9 @@ class Scaler(torch.amp.GradScaler):
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.found_inf = torch.zeros((), device=device)
         self.applied = torch.ones((), dtype=torch.bool, device=device)
-        self._is_decided = False  # whether this step's found_inf is known
-        self._grad_scale: Tensor | None = None  # what gradients are still to be divided by
-        # A tensor, since a number from the host costs more than the comparison itself.
+        self._is_decided = False  # whether this step's `applied` and `found_inf` are known
+        self._grad_scale: Tensor | None = None  # divisor that gradients are still to be divided by
+        # A tensor, because comparing with a number from the host takes longer.
         self._infinity = torch.full((), math.inf, device=device)
 
     def scale(self, outputs: Any) -> Any:
@@ -119,11 +119,11 @@ class Scaler(torch.amp.GradScaler):
         return outputs * self.scale_tensor
 
     def unscale_and_clip(self, optimizer: Optimizer, scaled_norm: Tensor, clip: Clip) -> Tensor:
-        """Decide whether the step is applied, unscale and clip the gradients; no host read.
+        """Decide whether the step is applied; unscale and clip. No host-device synchronisation.
 
         scaled_norm: global norm of the scaled gradients, equal on every rank. Returns the norm of
-        the unscaled gradients, before clipping. A fused optimizer only gets the divisor, and
-        divides in its kernel; for others the gradients are divided here.
+        the unscaled gradients, before clipping. One divisor unscales and clips by norm: a fused
+        optimizer gets it and divides in its kernel; for other optimizers it is applied here.
         """
         norm = self._decide(scaled_norm)
         if clip.by == "norm":
@@ -153,7 +153,7 @@ class Scaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, in place. Call it once, before your own clipping."""
+        """Divide the gradients by the scale, in place; a custom loop calls it before clipping."""
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         if not self._is_decided:
             norm: Any = nn.utils.get_total_norm(gradients)
@@ -168,7 +168,7 @@ class Scaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call optimizer.step(), which changes nothing if a gradient on any rank is not finite.
 
-        Fused optimizers skip in their kernel; for others the host waits for the decision here.
+        Fused optimizers skip in their kernel; with other optimizers the host waits for `applied`.
         """
         if not self._is_decided:
             self.unscale_(optimizer)
@@ -188,14 +188,14 @@ class Scaler(torch.amp.GradScaler):
             fused.found_inf = None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update fp16's loss scale; call it last in a step.
+        """Update the loss scale in fp16; call it after `step`.
 
-        It shrinks after a skipped step, and grows after growth_interval applied ones.
+        The scale shrinks after a skipped step, and grows after growth_interval applied steps.
         """
         if new_scale is not None:
             self.scale_tensor.fill_(new_scale)
         elif self.scales:
-            # The kernel that GradScaler uses: one launch.
+            # GradScaler's own kernel, in one launch.
             torch._amp_update_scale_(
                 self.scale_tensor,
                 self.growth_tracker,
@@ -210,7 +210,7 @@ class Scaler(torch.amp.GradScaler):
         return self.scale_tensor.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and its growth tracker, as tensors on the device; empty unless in fp16."""
+        """The scale and its growth tracker, as tensors on the device; empty in other precisions."""
         if not self.scales:
             return {}
         return {"scale": self.scale_tensor, "growth_tracker": self.growth_tracker}
@@ -225,7 +225,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def build_precision(config: PrecisionConfig, sharded: bool, world: World) -> Precision:
-    """The precision of a run. sharded: its parameters are (fsdp, hsdp), or the run is bit-exact."""
+    """The run's precision. sharded: whether its parameters are (fsdp, hsdp), or it is bit_exact."""
     set_tf32(config.tf32)
     check_precision(config, sharded, world)
     if not config.use_amp:

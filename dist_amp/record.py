@@ -1,7 +1,7 @@
-"""Readers of a run's folder: settings, metrics, environment, checkpoints.
+"""Reads a run's folder for the commands: settings, metrics, environment, checkpoints.
 
-Commands that look at a run read it here. A kill may tear the last line of metrics.jsonl, which is
-left out. Lines that a disk or an editor has damaged are left out too, with one warning.
+The last line of metrics.jsonl may be incomplete after a kill, and is left out. Damaged lines
+elsewhere are left out too, with one warning.
 """
 
 import json
@@ -32,7 +32,7 @@ class Record:
 
     @cached_property
     def _earlier(self) -> dict[int, dict[str, Any]]:
-        """{last step with them: settings} of earlier starts with other settings."""
+        """{last step: settings in force until then}, for each restart with other settings."""
         paths = sorted(self.folder.glob("config_until_step_*.toml"))
         return {step_of(path): read_flat(path) for path in paths}
 

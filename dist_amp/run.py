@@ -1,6 +1,6 @@
-"""`build_run` assembles all that training needs from one config, for the command and for scripts.
+"""`build_run` assembles a run from a config: model, optimizer, data, scaler, metrics, saver.
 
-A custom loop calls `train_step` and the methods of `ScriptRun`.
+The train command and scripts use it. A custom loop calls `train_step` and `ScriptRun`'s methods.
 """
 
 import hashlib
@@ -49,12 +49,12 @@ __all__ = ["Run", "ScriptRun", "build_run", "load_config"]
 
 
 class ScriptRun(Run):
-    """A run with the methods that a custom loop needs; every rank calls each at the same step."""
+    """A run with methods for a custom loop; every rank must call them at the same step."""
 
-    saver: Saver  # set by `build_run`, as is set_switches
+    saver: Saver  # `build_run` sets this and set_switches
     _is_fitting = False  # stays True after an error
-    set_switches: Callable[[], None]  # sets torch's process-wide switches for this run
-    _place: Any = None  # where `resume` or fit ended: step, position in the data, random state
+    set_switches: Callable[[], None]  # sets torch's process-wide flags as this run needs them
+    _loop_state: Any = None  # (step, position in the data, random state) after `resume` or a fit
 
     def resume(self) -> Path | None:
         """Restore the newest valid checkpoint that `run.resume` allows; None if there is none.
@@ -71,7 +71,7 @@ class ScriptRun(Run):
         path = resume(self)
         if path is not None:
             self.world.say(f"run    resumed from {path}")
-        self._keep_place()
+        self._keep_loop_state()
         return path
 
     def _check_local(self, call: str) -> None:
@@ -81,13 +81,13 @@ class ScriptRun(Run):
                 "and fit(run) keep a run on object storage; use one of them, or a local run.dir"
             )
 
-    def _keep_place(self) -> None:
-        self._place = (self.step, self.data.position, random_state(self.world.device))
+    def _keep_loop_state(self) -> None:
+        self._loop_state = (self.step, self.data.position, random_state(self.world.device))
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """The context of `train.fit`: at step 0 it resumes; later it continues with the next
-        samples and random numbers, even if the notebook has drawn some in between.
+        """The context of `train.fit`. At step 0 it resumes. At later steps it restores the data
+        position and random state of the last fit, which a notebook may have changed since.
 
         Errors: ConfigError if an error ended an earlier fit.
         """
@@ -96,7 +96,7 @@ class ScriptRun(Run):
                 f"fit(run): an error ended this run after step {self.step} or during the next one, "
                 "or another thread is training it; build the run again, and fit(run) resumes it"
             )
-        self.set_switches()  # another run may have been built since
+        self.set_switches()  # another run may have changed them
         self._is_fitting = True
         self.observers.begin(self)
         self.model.train()
@@ -105,8 +105,8 @@ class ScriptRun(Run):
             self.data.position = 0
             seed_all(self.config.run.seed + 1 + self.world.rank)
             resume(self)
-        elif self._place is not None and self._place[0] == self.step:
-            _, self.data.position, random = self._place
+        elif self._loop_state is not None and self._loop_state[0] == self.step:
+            _, self.data.position, random = self._loop_state
             set_random_state(random, self.world.device)
         # Keep the sums of the unfinished log interval, but not its throughput: the clock restarts.
         interval = self.world.stack(self.metrics.unfinished_sums(self.data))
@@ -114,13 +114,13 @@ class ScriptRun(Run):
         self.data.items = 0
         self.data.tokens = 0
         yield
-        self._keep_place()
+        self._keep_loop_state()
         self._is_fitting = False
 
     def evaluate(self) -> dict[str, float]:
         """The validation loss and the task's metrics over `eval.batches`; see `step.evaluate`.
 
-        Calls the task's on_evaluation. A checkpoint of this step holds the values. Errors:
+        Calls the task's on_evaluation. A checkpoint of this step will contain the results. Errors:
         ConfigError without validation samples.
         """
         if self.validation is None:
@@ -138,19 +138,19 @@ class ScriptRun(Run):
         return values
 
     def save(self, wait: bool = True) -> Path:
-        """Write a checkpoint of this step into `folder`; returns its path. Errors: Failure.
+        """Write a checkpoint of this step into the run's folder; returns its path. Errors: Failure.
 
-        wait=False: with checkpoint.async_save, the next save() or close() waits for it.
+        wait=False, with checkpoint.async_save: return at once; the next save() or close() waits.
         """
         self._check_local("save()")
         self.saver.save(wait)
         from dist_amp.optimizers.groups import check_formula
 
-        check_formula(self.schedule, self.step)
+        check_formula(self.schedule, self.step)  # the task's schedule(step) must stay the same
         return checkpoint_folder(self.folder, self.step)
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written; end the loader's workers, close files."""
+        """Wait until a pending checkpoint is written; end the loader's workers; close files."""
         self.saver.finish()
         self.data.close()
         self.metrics.close_files()
@@ -159,17 +159,17 @@ class ScriptRun(Run):
 def build_run(
     config: Config, world: World | None = None, task: Task | None = None, resumes: bool = False
 ) -> ScriptRun:
-    """Assemble a run at step 0; it writes nothing to disk. `ScriptRun.resume` resumes it.
+    """Assemble a run at step 0, without writing to disk; `ScriptRun.resume` loads a checkpoint.
 
-    world: from `world.start`; default: from `world.locate`. task: an object in place of
-    `task.target`. resumes: a checkpoint is loaded next, so the weights are neither initialised nor
-    read from pretrained files.
+    world: from `world.start`; default: from `world.locate`. task: an object, used instead of
+    `task.target`. resumes: a checkpoint is loaded next, so weights that it fills may be left
+    uninitialised.
     """
     world = locate(config.run) if world is None else world
     if task is not None:
         config = with_task(config, task)
     folder = run_folder(config.run, world)
-    original = config = with_dtype(config, folder, world)  # resolves precision.dtype=auto
+    original = config = with_dtype(config, folder, world)  # replaces precision.dtype=auto
     if config.parallel.bit_exact:
         from dist_amp.bit_exact import exact_config, exact_parallel
 
@@ -186,10 +186,10 @@ def build_run(
 
             load_parameters(task, module, world, resumes)
     except Exception as error:
-        vars(error)["module"] = module  # supervise/explain.py says how much memory it takes
+        vars(error)["module"] = module  # out of memory: supervise/explain.py reports its size
         raise
     run = assemble(config, world, task, folder, layout)
-    run.config = original  # without the changes of bit_exact: a resume may switch it off
+    run.config = original  # without exact_config's changes: a resume may switch bit_exact off
     with world.clock.phase("data"):
         run.data, run.validation = build_data(config, task, world, folder)
     if run.data.bad_samples is not None:
@@ -197,12 +197,12 @@ def build_run(
     seed_all(config.run.seed + 1 + world.rank)  # different dropout on every rank
     if config.parallel.bit_exact:
         run.parallel = exact_parallel(run)
-    if any(not p.requires_grad for p in run.parallel.module.parameters()):
+    if any(not p.requires_grad for p in run.parallel.module.parameters()):  # as LoRA's base
         from dist_amp.scaling.frozen import FrozenBase
 
         run.observers.add(FrozenBase(run.parallel.module, world, run.parallel.replicas), stays=True)
     run.saver = Saver(run)
-    if hasattr(task, "state_dict") or hasattr(task, "load_state_dict"):  # one alone fails
+    if hasattr(task, "state_dict") or hasattr(task, "load_state_dict"):  # TaskState needs both
         from dist_amp.checkpoint.packed import TaskState
 
         run.observers.add(TaskState(task), stays=True)
@@ -221,7 +221,7 @@ def assemble(
 ) -> ScriptRun:
     """A run at step 0 that has no data yet. layout: from `lay_out`."""
     precision, parallel = layout
-    seed_all(config.run.seed)  # rank 0 may have drawn the weights alone: all ranks alike again
+    seed_all(config.run.seed)  # again, because rank 0 alone may have drawn initial weights
     scaler = Scaler(config.precision.scaler, precision.name == "fp16", parallel.state_device)
     optimizer = build_optimizer(parallel.module, config.optim, task, world.say)
     observers = Observers()
@@ -267,7 +267,7 @@ def initial_module(config: Config, task: Task, world: World, resumes: bool) -> n
     in_eval_mode = [(name, part) for name, part in module.named_modules() if not part.training]
     module.train()
     switched = [name for name, part in in_eval_mode if part.training]
-    if switched and switched[0]:  # not "", the root: libraries return models in evaluation mode
+    if switched and switched[0]:  # "" is the root: libraries return models in evaluation mode
         world.say(
             f"module {switched[0]} is put into training mode, as in any training loop; to keep its "
             "batch statistics fixed, or dropout off, override its train() (docs/recipes.md)"
@@ -282,7 +282,7 @@ def initial_module(config: Config, task: Task, world: World, resumes: bool) -> n
 def lay_out(
     config: Config, task: Task, module: nn.Module, world: World
 ) -> tuple[Precision, Parallel]:
-    """Compile and shard the module, as configured; meta parameters get uninitialised memory."""
+    """Compile the module and place it on the ranks; meta parameters get uninitialised memory."""
     strategy = pick_strategy(config.parallel, module, world)
     sharded = strategy in ("fsdp", "hsdp")
     if sharded and world.device.type == "cuda":
@@ -294,8 +294,8 @@ def lay_out(
         from dist_amp.scaling.float8 import to_float8
 
         to_float8(config, task, module, world)
-    blocks: list[nn.Module] = []
-    units: list[nn.Module] = []
+    blocks: list[nn.Module] = []  # the repeated layers
+    units: list[nn.Module] = []  # what FSDP2 gathers one by one: the blocks, untied embeddings
     compile_config = replace(config.compile, blocks=False)
     if config.compile.blocks and present("scaling.compile"):
         from dist_amp.scaling.compile import pick_compile
@@ -307,7 +307,7 @@ def lay_out(
 
         blocks = pick_blocks(strategy, task, module, world)
         units = units_of(task, module, blocks)
-    # Both replace a block's forward, and come first: FSDP2's hooks must run outside of them.
+    # These two wrap the blocks' forwards; FSDP2 comes later, because its hooks must be outermost.
     if recomputes:
         from dist_amp.scaling.activation_checkpointing import checkpoint_activations
 
@@ -320,7 +320,7 @@ def lay_out(
     if sharded and present("scaling.hooks"):
         from dist_amp.scaling.hooks import hook_units
 
-        hook_units(module, units, world)
+        hook_units(module, units, world)  # times FSDP2's waits, and detects wrong uses
     if config.parallel.bit_exact and not sharded:
         from dist_amp.bit_exact import join_inputs
 
@@ -332,7 +332,7 @@ def build_data(
     config: Config, task: Task, world: World, folder: Path
 ) -> tuple[Batches, Batches | None]:
     """Returns (training batches, validation batches or None)."""
-    deal = None  # how a step's samples become micro-batches: as loading/plan.py does by default
+    deal = None  # None: loading/plan.py divides a step's samples into micro-batches
     if config.parallel.bit_exact:
         from dist_amp.bit_exact import deal_in_order
 
@@ -351,7 +351,7 @@ def build_data(
 
 
 def run_folder(config: RunConfig, world: World) -> Path:
-    """The run's folder: the same on every rank, and the same after a restart by torchrun."""
+    """The run's folder, the same on every rank; auto: also the same after a restart by torchrun."""
     if not config.dir:
         raise ConfigError("run.dir is empty; give a folder's path, or auto")
     if "://" in config.dir:
@@ -367,9 +367,9 @@ def run_folder(config: RunConfig, world: World) -> Path:
 
 
 def _launch_id() -> str:
-    """Identifies a launch over its restarts, by torchrun's agent: its process id and start time."""
+    """Identifies a launch, and stays the same over restarts: torchrun's process id and start."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
     agent = os.getppid()
-    started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+    started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]  # proc(5)
     return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent} {started}"

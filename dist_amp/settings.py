@@ -32,20 +32,20 @@ class RunConfig(Section):
     as s3://bucket/run keeps the run on object storage.
     """
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
-    """Seeds initialisation, data order and dropout; each rank's dropout differs."""
+    """Seed of initial weights, data order and dropout; each rank draws its own dropout masks."""
     deterministic: bool = False
     """Use deterministic kernels only: slower, but bit-identical from run to run."""
     resume: str = "auto"
-    """auto: from the newest valid checkpoint in run.dir, if any; never: from scratch; or the path
-    of a checkpoint or a run to start from.
+    """auto: resume from the newest valid checkpoint in run.dir, if any; never: start from scratch;
+    or the path of a checkpoint or a run to start from.
     """
     allow_config_change: bool = False
     """Resume even if the data, or settings that affect the result, differ from the checkpoint's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA (or ROCm) if there is a GPU, else the CPU."""
     timeout_seconds: Annotated[float, Gt(0)] = 300.0
-    """Timeout for collectives, for a save or a single process that makes no progress, and for the
-    uploads at the end.
+    """Timeout of collectives, of a save or a single process without progress, and of the uploads
+    at the end.
     """
     eviction_notice: Literal["auto", "off", "aws", "gcp", "azure"] = "auto"
     """The cloud whose eviction notice stops the run, as a signal does; auto: detect it."""
@@ -70,14 +70,14 @@ class SourceConfig(Section):
     @revision (a branch, tag or commit); auto: the dataset that the task ships with.
     """
     path: str = "off"
-    """In place of a name: a file, folder or glob, local or at an address that fsspec supports, such
-    as s3://bucket/*.parquet. The file extensions tell the format.
+    """Instead of data.name: a file, folder or glob, local or at an address that fsspec supports,
+    such as s3://bucket/*.parquet. The file extensions tell the format.
     """
     split: str = "train"
     """The split to train on."""
     validation_split: Annotated[float, Gt(0), Lt(1)] | str = "auto"
-    """The split to evaluate on; or a random fraction of the rows of `split`, such as 0.1; last, or
-    last:0.1: its last rows; auto: "validation" or "test" if there is one, else 0.05.
+    """A split to evaluate on; or a random fraction of the rows of `split`, such as 0.1; last:0.1:
+    its last tenth; last: its last 5 %; auto: "validation" or "test" if there is one, else 0.05.
     """
     text_column: str = "text"
     """The column that holds the text."""
@@ -92,43 +92,43 @@ class MixedSourceConfig(SourceConfig):
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
     sources: Mapping[str, MixedSourceConfig] = field(default_factory=dict)
-    """A mixture, in place of a name or path: a table data.sources.NAME per source, with the keys
-    above and a weight.
+    """A mixture of sources, instead of data.name or data.path: a table data.sources.NAME per
+    source, with the keys above and a weight.
     """
     view: Literal["auto", "parquet", "map"] = "auto"
     """parquet: read Parquet files by row group; map: convert files once into a memory-mapped
     dataset; auto: map, but Parquet files of more than 4 GiB by row group.
     """
     streams: Count | Literal["auto"] = "auto"
-    """view=parquet: how many streams the row groups are divided into. Each rank reads some of them,
-    so it is a multiple of the number of ranks; auto: about 64, or fewer if row groups are few.
+    """view=parquet: how many streams the row groups are divided into, a multiple of the number of
+    ranks, which share the streams; auto: about 64, or fewer if there are few row groups.
     """
     tokenizer: str = "auto"
-    """A tokenizer file or folder, a model on the hub, or bytes; auto: the task's tokenizer."""
+    """A tokenizer's file, folder or model on the hub, or bytes; auto: the task's tokenizer."""
     pack: Literal["auto", "off", "cut", "best_fit"] = "auto"
     """How documents become rows of one length. cut: concatenated and cut; best_fit: whole documents
     packed together, with no cross-document attention; off: one padded document per row; auto: the
     task's default.
     """
     group_by_length: Count | Literal["off"] = "off"
-    """Length-bucketing window in steps: batches are formed from samples of similar length within
-    it, which saves padding; off: no bucketing.
+    """Length bucketing: form batches from samples of similar length within a window of so many
+    steps, which saves padding; off: no bucketing.
     """
     on_bad_sample: Count | Annotated[float, Gt(0), Lt(1)] | Literal["stop", "skip"] = "stop"
     """What to do with a sample that can't be read, augmented or collated. stop: end the run; skip:
     leave it out, list it in RUN/bad_samples/, and end the run after more than 100 in an epoch; a
-    number: skip with this limit in place of 100, as a fraction of the samples if below 1.
+    number: skip with this limit instead of 100; below 1, it is a fraction of the samples.
     """
     workers: Annotated[int, Ge(0)] = 0
     """Loader processes per rank; 0: batches are prepared in the training process."""
     shuffle: bool = True
     """Reshuffle every epoch; false: keep the dataset's order."""
     drop_last: bool = False
-    """Drop the last samples of an epoch if they do not fill a step."""
+    """Drop an epoch's last samples if they are fewer than global_batch_size."""
 
     @property
     def most_bad_samples(self) -> float:
-        """How many samples of an epoch may be left out; below 1, as a fraction of them."""
+        """Limit of bad samples in an epoch; below 1, a fraction of the samples."""
         if isinstance(self.on_bad_sample, str):
             return 100 if self.on_bad_sample == "skip" else 0
         return self.on_bad_sample
@@ -139,11 +139,11 @@ class ScalerConfig(Section):
     init_scale: Annotated[float, Ge(1)] = 65536.0
     """The initial loss scale, which keeps small gradients from vanishing in fp16."""
     growth_factor: Annotated[float, Gt(1)] = 2.0
-    """The scale is multiplied by this after growth_interval consecutive finite steps."""
+    """Multiplies the scale after growth_interval consecutive applied steps."""
     backoff_factor: Annotated[float, Gt(0), Lt(1)] = 0.5
-    """The scale is multiplied by this after a step with inf or nan gradients."""
+    """Multiplies the scale after a step that is skipped because gradients are inf or nan."""
     growth_interval: Annotated[int, Ge(1)] = 2000
-    """Consecutive finite steps before the scale grows."""
+    """Consecutive applied steps before the scale grows."""
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,12 @@ class PrecisionConfig(Section):
     """Mixed precision; false computes everything in float32."""
     dtype: Literal["auto", "bf16", "fp16", "fp8"] = "auto"
     """The dtype of mixed precision. fp16 uses the loss scaler; fp8: bf16, but the blocks' linear
-    layers multiply in float8, by torchao, on GPUs of compute capability 8.9 or higher; auto: bf16,
-    but float32 on a CPU that only emulates it, unless another precision setting is given.
+    layers multiply in float8 (torchao), on GPUs of compute capability 8.9 or higher; auto: bf16; or
+    float32 on a CPU that only emulates bf16, if no other precision setting is given.
     """
     cast_by: Literal["auto", "autocast", "policy"] = "auto"
     """What casts to dtype: autocast (any strategy) or FSDP2's mixed-precision policy (fsdp, hsdp);
-    auto: the policy if sharded, unless the model has batch norm.
+    auto: policy under fsdp and hsdp if the model has no batch norm, else autocast.
     """
     tf32: bool = False
     """Allow TF32 tensor cores (10 bits of mantissa) in float32 matrix products on CUDA."""
@@ -175,8 +175,8 @@ class PrecisionConfig(Section):
 class ParallelConfig(Section):
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
     """single: one process; ddp: a full copy per rank; fsdp: one copy sharded over all ranks; hsdp:
-    sharded within each of `replicas` groups; auto: single for one process, ddp if the training
-    state fits in half of a device's memory, hsdp if in half of one machine's devices', else fsdp.
+    sharded within each of `replicas` groups; auto: single for one process; ddp if the training
+    state fits in half of a GPU's memory; hsdp if in half of one machine's GPU memory; else fsdp.
     """
     replicas: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
     """hsdp: the number of copies, each sharded over world_size / replicas ranks; auto: one per
@@ -184,29 +184,30 @@ class ParallelConfig(Section):
     """
     param_dtype: Literal["fp32", "bf16"] = "fp32"
     """fsdp, hsdp: dtype of stored parameters and optimizer moments; bf16 halves their memory, but
-    small updates are lost to rounding.
+    rounding loses small updates.
     """
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """fsdp, hsdp: dtype in which gradients are reduced over ranks and accumulated."""
     comm_dtype: Literal["off", "bf16", "fp16"] = "off"
-    """ddp: compress gradients to this dtype for the all-reduce."""
+    """ddp: dtype of the gradients' all-reduce; off: float32."""
     accumulate_reduce: Literal["auto", "last", "every"] = "auto"
-    """fsdp, hsdp: reduce gradients after the last micro-batch only (holds 4 bytes per parameter
-    unsharded on each rank), or after every one (holds 4 / world_size bytes, and sends up to twice
-    as much: docs/collectives.md); auto: last, unless it takes a quarter of a GPU's memory.
+    """fsdp, hsdp: when to reduce gradients. last: after a step's last micro-batch; each rank holds
+    unsharded gradients, 4 bytes per parameter. every: after every micro-batch; gradients stay
+    sharded, but more is sent (docs/collectives.md). auto: last if its gradients take up to a
+    quarter of a GPU's memory, else every.
     """
     activation_checkpointing: Count | Literal["none", "full", "selective"] = "none"
-    """Blocks that recompute their activations in backward: none, full (all), selective (all, but
-    matrix products and attention are kept), or every n-th. full keeps only the blocks' inputs and
-    costs about a third more computation; selective costs little.
+    """Which blocks recompute their activations in backward. full: all, keeping only their inputs,
+    for about a third more computation; selective: all, but keeping the results of matrix products
+    and attention, for little more computation; a number n: every n-th block; none: none.
     """
     bit_exact: bool = False
     """Compute the same bits on 1, 2, 4, 8, ... ranks under every strategy, for the same
     global_batch_size and micro_batch_size; costs a reduction per micro-batch: docs/bit_exact.md.
     """
     cpu_offload: bool = False
-    """fsdp, hsdp on GPUs: keep parameters, gradients and moments in host memory; in each step the
-    host waits for the gradients, then for their norm over all ranks.
+    """fsdp, hsdp on GPUs: keep parameters, gradients and optimizer state in host memory; in each
+    step the host waits for the gradients, then for their global norm.
     """
 
 
@@ -214,9 +215,9 @@ class ParallelConfig(Section):
 class CompileConfig(Section):
     blocks: bool | Literal["auto", "dynamic"] = "auto"
     """Compile each block with torch.compile, identical blocks once; the first step and evaluation
-    take seconds to minutes longer. true: once per input shape, at most 8, and a model without
-    blocks as a whole; dynamic: once for all shapes, for batches that are padded to their longest
-    sample; auto: on GPUs with a compiler, and only blocks without graph breaks.
+    take seconds to minutes longer. true: once per input shape, up to 8 shapes, and a model without
+    blocks as a whole; dynamic: once for all shapes, for batches padded to their longest sample;
+    auto: on GPUs with a compiler, and only blocks without graph breaks.
     """
     mode: Literal[
         "default",
@@ -226,9 +227,9 @@ class CompileConfig(Section):
         "eager",
         "aot_eager",
     ] = "default"
-    """Inductor's mode. reduce-overhead replays CUDA graphs; max-autotune does too, and chooses
-    kernels by timing them, so a resumed run may differ in the last bits. eager and aot_eager are
-    backends that generate no code, for a quick check that a model can be compiled.
+    """Inductor's mode. reduce-overhead and max-autotune replay CUDA graphs; max-autotune also picks
+    kernels by timing, so results may differ in the last bits after a resume. eager and aot_eager
+    are backends that generate no code, to check quickly that a model can be compiled.
     """
 
 
@@ -239,17 +240,15 @@ class TrainConfig(Section):
     micro_batch_size: Count = 8
     """Samples per rank in one forward and backward."""
     accumulation_steps: Count | Literal["auto"] = "auto"
-    """Micro-batches per step; auto: what global_batch_size requires, else 1."""
+    """Micro-batches per rank and step; auto: as many as global_batch_size requires, else 1."""
     global_batch_size: Count | Literal["auto"] = "auto"
-    """Samples per step over all ranks: micro_batch_size x ranks x accumulation_steps, which is also
-    what auto means.
-    """
+    """Samples per step over all ranks; auto: micro_batch_size x ranks x accumulation_steps."""
     clip_by: Literal["norm", "value", "off"] = "norm"
     """Clip gradients by their global norm, by value (each element), or not at all (off)."""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
-    """The limit of clip_by=norm."""
+    """clip_by=norm: the largest global norm that is not clipped."""
     max_grad_value: Annotated[float, Gt(0)] = 1.0
-    """The limit of clip_by=value."""
+    """clip_by=value: the largest absolute value of a gradient's element."""
     max_skips_in_a_row: Count = 50
     """End the run after this many consecutive skipped steps; checked every metrics.log_every steps.
     """
@@ -287,12 +286,12 @@ class OptimConfig(Section):
     momentum: Beta = 0.9
     """Momentum of sgd, and of muon, where 0.95 is usual."""
     fused: bool = True
-    """One fused kernel that unscales, clips and steps, or skips, with no host-device sync; false:
+    """One fused kernel unscales, clips, and steps or skips, with no host-device sync; false:
     gradients are unscaled and clipped before the step, with two syncs.
     """
     ema: Annotated[float, Gt(0), Lt(1)] | Literal["off"] = "off"
     """Decay of an exponential moving average of the parameters, which evaluation, export and sample
-    then use: 0.999 averages over about 1,000 applied steps.
+    then use; 0.999 averages over about 1,000 applied steps.
     """
 
 
@@ -301,7 +300,7 @@ class EvalConfig(Section):
     every: Count | Literal["off"] = 100
     """Steps between evaluations; there is also one at the end."""
     batches: Count | Literal["auto", "all"] = "auto"
-    """Micro-batches per rank per evaluation; auto: limited to a tenth of the time, at least 16."""
+    """Micro-batches per rank and evaluation; auto: a tenth of the run's time, but at least 16."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +309,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; there is also one at the end, and one when a signal stops the run.
     """
     keep: Annotated[int, Ge(2)] = 2
-    """How many of the newest checkpoints to keep, besides the one with the lowest validation loss.
+    """How many of the newest checkpoints to keep, besides the best by validation loss or by the
+    task's best_metric.
     """
     async_save: bool = True
     """Write in the background, from a copy of the state in host memory; false: training waits."""
@@ -319,40 +319,40 @@ class CheckpointConfig(Section):
 @dataclass(frozen=True)
 class MetricsConfig(Section):
     log_every: Annotated[int, Ge(1)] = 10
-    """Steps between logged metrics. They are read from the device one step later, while it computes
-    the next; no other step has a host-device sync.
+    """Steps between logged metrics. The host reads them one step later, while the device computes;
+    other steps have no host-device sync.
     """
     peak_flops: Annotated[float, Ge(1e9)] | Literal["auto"] = "auto"
     """Dense peak of one device in FLOP/s, such as 989e12, in the dtype that is used, for
     throughput/mfu; auto: on GPUs, from the table in telemetry/mfu.py.
     """
     fingerprint: Count | Literal["off"] = "off"
-    """Every so many steps, and in the first, write a hash of each module's parameters and gradients
-    to metrics.jsonl, with which `dist_amp diff` finds the module where two runs diverge.
+    """Steps between hashes of each module's parameters and gradients in metrics.jsonl, from which
+    `dist_amp diff` finds the module where two runs diverge. The first step has them too.
     """
 
 
 @dataclass(frozen=True)
 class DebugConfig(Section):
     detect_anomaly: bool = False
-    """Stop at the operation whose backward returns nan, with the stack of its forward; makes a step
-    several times slower.
+    """Stop at the operation whose backward returns nan, and print the stack of its forward; a step
+    takes several times as long.
     """
     nonfinite: Literal["log", "step", "off"] = "log"
-    """When to replay a skipped step to name the first module with an inf or nan. log: at log steps;
-    step: right after it, with the parameters unchanged, for a host-device sync per step.
+    """When to replay a skipped step to find the first module with an inf or nan. log: at log steps;
+    step: right after the skipped step, at the cost of a host-device sync per step.
     """
     numerics: bool = False
-    """At log steps, measure per parameter group the gradients that underflow in fp16 (two more
-    micro-batches) and the updates lost to rounding (a copy of the parameters).
+    """At log steps, measure per parameter group the gradients that underflow in fp16 (costs two
+    micro-batches) and the updates lost to rounding (costs a copy of the parameters).
     """
     profile: Count | Literal["off"] = "off"
-    """How many steps torch.profiler records after the warm-up, into a trace and a table; on GPUs
-    also a snapshot of allocations, written after these steps and if memory runs out.
+    """How many steps torch.profiler records into a trace and a table, after a warm-up; on GPUs also
+    a snapshot of allocations, written after these steps and if memory runs out.
     """
     audit_every: Count | Literal["off"] = "off"
-    """In about one of this many steps each rank also computes another rank's micro-batch, and the
-    run ends if a bit differs (silent data corruption). Needs parallel.bit_exact.
+    """In about one of so many steps each rank also computes another rank's micro-batch, and the run
+    ends if a bit differs, which reveals silent data corruption. Needs parallel.bit_exact.
     """
 
 

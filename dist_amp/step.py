@@ -1,7 +1,7 @@
-"""One optimizer step, from micro-batches to the applied or skipped update; and the evaluation.
+"""The training step, `train_step`, and the evaluation, `evaluate`, of a `Run`.
 
-A micro-batch is one forward and backward. A step is one optimizer step from `accumulation_steps`
-micro-batches, or fewer at the end of an epoch. It is applied or skipped, the same on all ranks.
+A step sums gradients over `accumulation_steps` micro-batches per rank (fewer at an epoch's end),
+then updates the parameters. If any rank's gradients are inf or nan, all ranks skip the update.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +28,9 @@ from dist_amp.telemetry.sums import WeightedMeans
 from dist_amp.world import World
 
 
-@dataclass(repr=False)  # it would print the whole model
+@dataclass(repr=False)  # a repr would print the whole model
 class Run:
-    """Everything that one run needs. `step` counts the steps taken, applied or skipped."""
+    """All objects of one training run. `step` counts the steps so far, skipped ones included."""
 
     config: Config
     world: World
@@ -47,42 +47,42 @@ class Run:
     metrics: Metrics
     observers: Observers
     step: int = 0
-    current_batch: Any = None  # the micro-batch in use, for the report of an error
+    current_batch: Any = None  # the micro-batch being computed, for error reports
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
 
     @property
     def model(self) -> nn.Module:
-        """The model to call: wrapped or sharded."""
+        """The model to call: wrapped by DDP, sharded by FSDP2, or plain in one process."""
         return self.parallel.model
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients, with batch statistics averaged over the ranks."""
+        """Evaluation mode without gradients; batch-norm statistics are averaged over the ranks."""
         with ExitStack() as contexts:
             contexts.enter_context(self.parallel.evaluating())
             for observer in self.observers:
-                if defines(observer, "evaluating"):
+                if defines(observer, "evaluating"):  # EMA: evaluate with the averaged weights
                     contexts.enter_context(observer.evaluating())
             yield
 
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
-    """Apply one optimizer step from this rank's micro-batches, or skip it on all ranks.
+    """Take one step on this rank's micro-batches. Every rank must pass the same number of them.
 
-    Given optim.fused and no parallel.cpu_offload, the host never waits for the device here.
-    Every rank must pass the same number of micro-batches; a `Padding` has weight 0.
+    A `Padding` micro-batch has weight 0. With a fused optimizer and without parallel.cpu_offload
+    the step has no host-device synchronisation.
     """
-    for before_step in run.observers.before_step:  # callbacks: metrics, checks, your own
+    for before_step in run.observers.before_step:  # metrics, checks and your own observers
         before_step(micro_batches)
     clock = run.world.clock  # measures the time of each phase
-    # Micro-batches may differ in weight (samples, tokens), so a mean of their means is wrong:
-    # divide by the weight of all ranks and micro-batches. This all-reduce overlaps the forward.
+    # Micro-batches may differ in weight (samples or tokens), so averaging their mean losses would
+    # be wrong: divide by the total over all ranks. This all-reduce overlaps with the forward.
     total_weight = run.parallel.sum_over_ranks(weights_of(run.task, micro_batches))
     losses = []
-    with run.precision.autocast_cache(len(micro_batches)):  # casts each weight once per step
+    with run.precision.autocast_cache(len(micro_batches)):  # casts each parameter once per step
         for is_last, batch in mark_last(micro_batches):
-            # Only the last reduces by default: DDP's no_sync, FSDP2's set_requires_gradient_sync.
+            # By default only the last backward reduces gradients over the ranks (DDP's no_sync).
             with run.parallel.gradient_sync(is_last):
                 run.current_batch = batch
                 clock.enter("forward")
@@ -90,13 +90,13 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
                     loss = loss_of(run.task, run.model, batch, run.world.device)
                 losses.append(loss.detach())
                 clock.enter("backward")
-                # The same gradients as (loss / mean weight).backward(), with fewer operations. DDP
-                # and FSDP2 average gradients over ranks, so it is the mean weight per rank.
+                # Equals scaler.scale(loss / mean_weight).backward(), with fewer operations. It is
+                # the mean weight per rank because DDP and FSDP2 average gradients over the ranks.
                 loss.backward(run.scaler.scale(total_weight.inverse_mean))
     run.current_batch = None
     clock.enter("optimizer")
-    norm = run.parallel.global_grad_norm()  # of the scaled gradients
-    norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.clip)
+    norm = run.parallel.global_grad_norm()  # of gradients that include the loss scale
+    norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.clip)  # the norm before clipping
     run.scaler.step(run.optimizer)  # changes nothing if any rank's gradients are not finite
     run.scaler.update()
     run.schedule.step(run.scaler.applied)  # a skipped step keeps the learning rate
@@ -110,10 +110,10 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
 
 
 def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, float]:
-    """The validation loss and the task's metrics, {name: weighted mean over all ranks}.
+    """Returns {metric: weighted mean over all ranks}: the validation loss and the task's metrics.
 
-    Empty without a validation split, or if `stop` returns True: it is called before each step, and
-    must return the same on every rank.
+    Returns {} without a validation split, or if `stop` returns True. `stop` is called before each
+    step of the evaluation, and must return the same on every rank.
     """
     if run.validation is None:
         return {}
@@ -121,7 +121,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
     means = WeightedMeans(run.world, run.config.parallel.bit_exact)
     steps = run.validation.steps_in_one_epoch(run.config.eval.batches)
     with run.world.clock.hold("evaluation"), run.evaluating():
-        run.observers.tell("during_evaluation", 0, steps)
+        run.observers.tell("during_evaluation", 0, steps)  # to show the progress
         for done, micro_batches in enumerate(run.validation.one_epoch(steps), start=1):
             if stop is not None and stop():
                 return {}
@@ -132,7 +132,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
                 with run.precision.autocast():
                     values = {}  # {name: sum over the batch, or (sum, its own weight)}
                     if metrics is not None:
-                        values = dict(metrics(run.parallel.module, content))  # without DDP
+                        values = dict(metrics(run.parallel.module, content))  # no DDP wrapper
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
                     means.add(values, run.task.weight(content), 0.0 if is_padding else 1.0)
@@ -142,7 +142,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
 
 
 def weights_of(task: Task, micro_batches: Sequence[Any]) -> list[float | Tensor]:
-    """The weight of each of this rank's micro-batches: a number, or a scalar tensor."""
+    """The weight of each micro-batch: a number, or a scalar tensor."""
     if not micro_batches:
         raise DataError("train_step got no micro-batches; pass it next(run.data)")
     weights = [0.0 if isinstance(batch, Padding) else task.weight(batch) for batch in micro_batches]
@@ -152,7 +152,7 @@ def weights_of(task: Task, micro_batches: Sequence[Any]) -> list[float | Tensor]
 
 
 def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> Tensor:
-    """Loss sum of a micro-batch, a float32 scalar; 0 for padding, whose backward still runs."""
+    """Loss sum: a float32 scalar. Padding gets 0 * loss, so its backward runs the collectives."""
     is_padding = isinstance(batch, Padding)
     content = batch.batch if is_padding else batch
     try:

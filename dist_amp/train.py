@@ -1,17 +1,19 @@
 """torchrun --nproc_per_node=8 -m dist_amp.train [--config FILE ...] [--section.key VALUE ...]
 
 Train the task for train.steps steps; evaluate, save and report on the way; write RUN/summary.json.
+From the outside in: `main` reads the config, `supervise` joins the ranks and reports errors,
+`run_job` builds or resumes the run, `train` adds observers, `loop` takes the steps.
 
-After each step every rank takes the actions that are due, each once, in this order:
+After each step every rank takes the actions that are due, in this order:
 
     log       start copying the metrics to the host; they are read after the next step
-    evaluate  on the validation samples, unless the ranks have agreed to stop
-    save      a checkpoint, unless the ranks have agreed to stop
-    stop      after the last step, or once the ranks have agreed to stop, which saves first
+    evaluate  on the validation samples
+    save      a checkpoint
+    stop      after the last step; or, with a last checkpoint, once the ranks have agreed to stop
 
-A signal to any rank, the task, or a failed observer stops all ranks, even during an evaluation,
-which the resumed run repeats. Evaluating, saving and stopping wait for the device anyway, so they
-first read and check the pending metrics: what fails the checks is neither evaluated nor saved.
+All ranks stop after the same step if any of them gets a signal, if the task asks for it, or if an
+observer fails. An evaluation in progress is cut short; the resumed run repeats it. Before it
+evaluates, saves or stops, the loop checks the pending metrics: a run that fails is not saved.
 """
 
 import gc
@@ -49,7 +51,7 @@ def train(run: ScriptRun, stop: AgreedStop) -> None:
     error: BaseException | None = None
     try:
         add_observers(run, stop)
-        # Exclude what exists by now from garbage collection: a full one took 127 ms.
+        # Exclude the objects that exist now from garbage collection: a full one took 127 ms.
         gc.collect()
         gc.freeze()
         loop(run, stop)
@@ -63,21 +65,19 @@ def train(run: ScriptRun, stop: AgreedStop) -> None:
 
 
 def loop(run: ScriptRun, stop: AgreedStop) -> None:
-    """Take steps, and the actions due after each. Every rank takes the same path through it."""
-    is_last = run.step == run.config.train.steps
+    """Take the steps, and the actions due after each: the same on every rank."""
     report: StepReport | None = None
-    done: set[Action] = {"log", "save"}  # since the latest step; neither is due before the first
+    done: set[Action] = {"log", "save"}  # actions since the last step; neither is due at the start
     stop.poll(now=True)  # a signal may have come while the run was built
-    while (action := due(run, stop, done)) != "stop":
+    while (action := due(run, stop, done)) != "stop":  # an evaluation may end the run
         done.add(action)
         if action == "step":
             report = train_step(run, next(run.data))
             done = set()
-            is_last = run.step == run.config.train.steps
             if run.observers.problem is not None:
                 stop.end(str(run.observers.problem))
             stop.poll()
-            read_metrics(run)  # of the step before, while the device computes this one
+            read_metrics(run)  # of the previous step, while the device computes this one
         elif action == "log":
             assert report is not None
             begin_metrics(run, report)
@@ -86,14 +86,14 @@ def loop(run: ScriptRun, stop: AgreedStop) -> None:
             run_evaluation(run, stop)
         elif action == "save":
             read_metrics(run)
-            run.saver.save(wait=is_last)
+            run.saver.save(wait=run.step == run.config.train.steps)
     read_metrics(run)
     if stop.agreed and run.config.checkpoint.every != "off":
         run.saver.save(wait=True)
 
 
 def due(run: ScriptRun, stop: AgreedStop, done: Collection[Action]) -> Action:
-    """The next action, in the order of this file's docstring. done: since the latest step."""
+    """The next action, in the order of this file's docstring. done: actions since the last step."""
     config = run.config
     is_last = run.step >= config.train.steps
 
@@ -113,7 +113,7 @@ def due(run: ScriptRun, stop: AgreedStop, done: Collection[Action]) -> Action:
 
 
 def run_evaluation(run: ScriptRun, stop: AgreedStop) -> None:
-    """Evaluate and write the values; if the ranks agree to stop meanwhile, undo its effects."""
+    """Evaluate and write the results; if the ranks agree to stop meanwhile, undo the evaluation."""
     with run.world.clock.hold("evaluation"):
         restore = run.parallel.restore_point()
         values = evaluate(run, stop.poll)
@@ -122,7 +122,7 @@ def run_evaluation(run: ScriptRun, stop: AgreedStop) -> None:
             return
         from dist_amp.optimizers.groups import call_on_evaluation
 
-        # The task's on_evaluation may ask to stop; what write_evaluation returns says so.
+        # Calls the task's on_evaluation, and returns "" or, if that asks to stop, the request.
         stop.end(run.metrics.write_evaluation(run.step, values, partial(call_on_evaluation, run)))
         run.observers.tell("after_evaluation")
     stop.poll(now=True)
@@ -138,7 +138,7 @@ def begin_metrics(run: ScriptRun, report: StepReport) -> None:
 
 
 def read_metrics(run: ScriptRun) -> None:
-    """Read, write and check the metrics of a log step, if there are any pending."""
+    """Read and write the metrics of the last log step, if pending; on_log checks them."""
     if (row := run.metrics.read(run.saver.is_done())) is not None:
         run.metrics.write(row)
         run.observers.tell("on_log", row)
@@ -154,24 +154,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             show_if_asked(argv, "python -m dist_amp.train")
             return 0
         config = load_config(argv)
-        find_task(config.task.target)  # the default task is a file that may be missing
+        find_task(config.task.target)  # load_config accepts a default task whose file is missing
         for target in config.run.observers:
             find_class(target, "run.observers")
         check_launch()
         return supervise(config, start(config.run), partial(run_job, train=train))
-    except Failure as error:  # before this process joined the others
+    except Failure as error:  # raised before this process joined the other ranks
         return report_failure(error, None)[0]
     except SystemExit as reported:
         return int(reported.code or 0)
 
 
 def fit(run: ScriptRun) -> dict[str, Any]:
-    """Train a run that a script or notebook has built, as the command does; returns its summary.
+    """Train a run built in a script or notebook, as the train command does; returns its summary.
 
-    Every rank calls it. At step 0 it resumes as `run.resume` says. After Ctrl-C a single process
-    saves the run and raises KeyboardInterrupt; call fit(run) again to continue. After any other
-    end, build the run again. Errors: what ended it, or SystemExit with the exit status after
-    another signal and on several ranks; ConfigError as for `ScriptRun.fitting`.
+    Every rank must call it. At step 0 it resumes as the setting run.resume says. After Ctrl-C one
+    process alone saves the run and raises KeyboardInterrupt; fit(run) then continues. After any
+    other end, build the run again. Errors: the error that ended the run, or SystemExit with the
+    exit status after other signals or on several ranks; ConfigError as for `ScriptRun.fitting`.
     """
     check_launch()
     config = replace(run.config, run=replace(run.config.run, dir=str(run.folder)))

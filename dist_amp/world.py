@@ -32,23 +32,23 @@ from dist_amp.settings import RunConfig
 
 T = TypeVar("T")
 
-# all_gather_into_tensor is its name before torch 2.13, and deprecated from then on.
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks, and its process groups; they never change."""
+    """This process's rank, device and process groups; immutable."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
     device: torch.device = torch.device("cpu")
-    # A gloo group for what the hosts agree on (stop, paths), which never waits for the device.
+    # A gloo group for values on the host (stop, paths), so that no exchange waits for the device.
     control: dist.ProcessGroup | None = field(default=None, compare=False)
-    # A gloo group for the thread that saves while training continues, and for nothing else: on a
-    # shared group the two would wait for each other.
+    # A gloo group for the thread that saves checkpoints, and for nothing else: on a shared group
+    # that thread and the training loop would wait for each other.
     background: dist.ProcessGroup | None = field(default=None, compare=False)
     _meshes: dict[Any, DeviceMesh] = field(default_factory=dict, compare=False)
 
@@ -96,7 +96,7 @@ class World:
             raise first
 
     def stack(self, row: Tensor) -> Tensor:
-        """[...] on each rank -> [world_size, ...] on every rank, on the row's device."""
+        """All-gather: [...] on each rank -> [world_size, ...] on all ranks, on the row's device."""
         if self.control is None or not row.numel():
             return row.expand(self.world_size, *row.shape).clone()
         rows = row.new_empty(self.world_size, *row.shape)
@@ -117,7 +117,7 @@ class World:
         return total
 
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        """All ranks in a grid. Made once per shape, since its groups take threads and sockets."""
+        """A device mesh of all ranks; made once per shape: its groups take threads and sockets."""
         if (shape, names) not in self._meshes:
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
             for group in mesh.get_all_groups():  # torch's default timeout is 10 minutes
@@ -126,7 +126,7 @@ class World:
         return self._meshes[shape, names]
 
     def wait_long(self) -> None:
-        """A barrier without the usual timeout: filling a cache may take hours."""
+        """A barrier without the usual timeout: one rank may take hours, as to fill a cache."""
         if self.control is not None:
             with without_timeout(self.control):
                 self.barrier()
@@ -147,9 +147,9 @@ def as_scalar(value: float | Tensor, device: torch.device) -> Tensor:
 
 
 def locate(config: RunConfig) -> World:
-    """This process's World, alone or among ranks; every rank calls it.
+    """This process's World, for scripts; every rank calls it.
 
-    A process group that exists already is used; a script under torchrun joins one until it exits.
+    Uses an existing process group; without one, a script under torchrun joins one until it exits.
     """
     context = joined(config)
     world = context.__enter__()
@@ -159,7 +159,7 @@ def locate(config: RunConfig) -> World:
 
 
 def _leave(context: AbstractContextManager[World]) -> None:
-    # Passes on the error that ended the script, if one did: then no other rank is waited for.
+    # Pass on the error that ended the script, if any: `joined` then waits for no other rank.
     error = [getattr(sys, name, None) for name in ("last_type", "last_value", "last_traceback")]
     with suppress(BaseException):
         context.__exit__(*error)
@@ -167,7 +167,7 @@ def _leave(context: AbstractContextManager[World]) -> None:
 
 @contextmanager
 def start(config: RunConfig) -> Iterator[World]:
-    """As `joined`, and show the log on rank 0."""
+    """As `joined`, and show the log of rank 0 only."""
     with joined(config) as world:
         configure_logging(world.rank)
         yield world
@@ -175,9 +175,9 @@ def start(config: RunConfig) -> Iterator[World]:
 
 @contextmanager
 def joined(config: RunConfig) -> Iterator[World]:
-    """Join the other ranks for the length of a with-block; leave the process groups at its end.
+    """Join the other ranks' process groups for a with-block; leave them at its end.
 
-    A single process has none. A default group that exists already is used, and kept.
+    A single process has no groups. A default group that exists already is used, and not destroyed.
     """
     world = World(*place_of(config))
     if world.device.type == "cuda":
@@ -185,28 +185,28 @@ def joined(config: RunConfig) -> Iterator[World]:
     if world.world_size == 1:
         yield world
         return
-    joins = not dist.is_initialized()
+    owns_groups = not dist.is_initialized()
     failed = True
     try:
         with ExitStack() as joining:
-            timeout = once_connected = timedelta(seconds=config.timeout_seconds)
-            if joins:
+            connect_timeout = timeout = timedelta(seconds=config.timeout_seconds)
+            if owns_groups:
                 place = (world.rank, world.world_size, world.device)
-                once_connected = joining.enter_context(join(*place, config.timeout_seconds))
-            control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-            set_timeout(control, once_connected)
+                timeout = joining.enter_context(join(*place, config.timeout_seconds))
+            control = dist.new_group(backend="gloo", timeout=connect_timeout, group_desc="control")
+            set_timeout(control, timeout)
             # In effect no timeout: the slowest rank may take long to write a large checkpoint.
             background = dist.new_group(backend="gloo", timeout=A_DAY)
         world = replace(world, control=control, background=background)
         yield world
-        if joins:
-            # FSDP2 over gloo aborts at exit if a rank tears down while another is still in a
-            # collective. Measured without the barrier: 8 of 24 two-rank runs; with it: none.
+        if owns_groups:
+            # FSDP2 over gloo aborts at exit if a rank destroys its groups while another is still in
+            # a collective: 8 of 24 two-rank runs without this barrier, and none with it.
             world.barrier()
         failed = False
     finally:
-        joins = joins and dist.is_initialized()
-        if joins and failed and world.device.type == "cuda":
+        owns_groups = owns_groups and dist.is_initialized()
+        if owns_groups and failed and world.device.type == "cuda":
             abort_process_groups()  # destroying would wait for collectives that never end
-        elif joins:
+        elif owns_groups:
             dist.destroy_process_group()

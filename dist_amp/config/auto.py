@@ -16,9 +16,9 @@ SHARDED = ("fsdp", "hsdp")
 def pick_strategy(
     config: ParallelConfig, module: nn.Module, world: World, memory: float = 0
 ) -> Strategy:
-    """The strategy for this model on these ranks; prints what "auto" picked, and why.
+    """The strategy for this model on these ranks; prints which one "auto" picked, and why.
 
-    memory: bytes per GPU; 0: this rank's GPU's. Errors: ConfigError.
+    memory: bytes per GPU; 0: read them from this rank's GPU. Errors: ConfigError.
     """
     if world.world_size == 1:
         if config.strategy not in ("auto", "single"):
@@ -42,7 +42,7 @@ def pick_strategy(
     if world.device.type == "cuda":
         memory = memory or torch.cuda.get_device_properties(world.device).total_memory
         reason = f"fit in half of the device's {memory / 2**30:.1f} GiB"
-        ranks = world.local_world_size  # of a machine
+        ranks = world.local_world_size  # on one machine
         if size > memory / 2:
             strategy = "fsdp"
             reason = f"do not {reason}"
@@ -57,9 +57,9 @@ def pick_strategy(
 def pick_reduction(
     config: ParallelConfig, module: nn.Module, world: World, memory: float = 0
 ) -> ParallelConfig:
-    """The config with `accumulate_reduce=auto` resolved; prints why if it becomes "every".
+    """The config with `accumulate_reduce=auto` resolved; if it becomes "every", prints why.
 
-    memory: bytes per GPU; 0: this GPU's. Allowing gradients a quarter of it is an assumption.
+    memory: bytes per GPU; 0: read them from this rank's GPU. The limit, a quarter, is assumed.
     """
     if config.accumulate_reduce != "auto":
         return config
@@ -78,8 +78,8 @@ def pick_reduction(
 def pick_cast(
     config: PrecisionConfig, strategy: Strategy, module: nn.Module, world: World
 ) -> PrecisionConfig:
-    """The config; `cast_by=auto` becomes autocast, with a line that says why, if the model has
-    buffers that FSDP2's policy would not cast.
+    """The config. Under fsdp and hsdp `cast_by=auto` becomes autocast, and prints why, if the model
+    has buffers that FSDP2's policy would not cast.
     """
     if not config.use_amp or config.cast_by != "auto" or strategy not in SHARDED:
         return config
@@ -106,9 +106,9 @@ def reason_against_policy(module: nn.Module) -> str:
 
 
 def batch_statistics(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers with statistics of the batches, by their names in the state dict.
+    """{name in the state dict: buffer that is computed from the batches}.
 
-    Batch norm's running means and variances; fake quantisation's ranges, and the scales from them.
+    Batch norm's running mean and variance; fake quantisation's ranges and the scales from them.
     """
     return {
         f"{path}.{name}".lstrip("."): statistic
@@ -121,15 +121,15 @@ def batch_statistics(module: nn.Module) -> dict[str, Tensor]:
 
 
 def replicas_of(config: ParallelConfig, world: World) -> int:
-    """The number of model copies under hsdp; auto: one per machine, or two on a single machine."""
+    """How many copies of the model hsdp keeps; auto: one per machine, or two on one machine."""
     if config.replicas != "auto":
         return config.replicas
     return max(2, world.world_size // world.local_world_size)
 
 
 def accumulation_steps(config: TrainConfig, world_size: int) -> int:
-    """Micro-batches per step, from accumulation_steps or global_batch_size, whichever is set."""
-    per_round = config.micro_batch_size * world_size
+    """Micro-batches per rank and step, from accumulation_steps or global_batch_size."""
+    per_round = config.micro_batch_size * world_size  # samples in one micro-batch of every rank
     if config.global_batch_size == "auto":
         if config.accumulation_steps == "auto":
             return 1

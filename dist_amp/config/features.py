@@ -1,4 +1,4 @@
-"""Which settings and task methods need an optional feature, and whether this project has it."""
+"""Settings and task methods that need an optional feature; an error if this project lacks it."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ SETTINGS = (
     ("run.eviction_notice", ("auto", "off"), "supervise.eviction"),
     ("run.observers", ((),), "supervise.callbacks"),
 )
-METHODS = (
+METHODS = (  # (method of a task, the feature that it needs)
     ("observers", "supervise.callbacks"),
     ("on_step", "supervise.callbacks"),
     ("train_metrics", "supervise.callbacks"),
@@ -46,5 +46,5 @@ def check_features(config: Any, task: type) -> None:
     for name, feature in () if task.__module__.startswith("dist_amp.") else METHODS:
         if getattr(task, name, False) and not present(feature):
             raise ConfigError(
-                f"the task has {name}, which nothing would use: {missing(feature)}, or rename it"
+                f"nothing would call the task's {name}: {missing(feature)}, or rename the method"
             )

@@ -61,7 +61,7 @@ def show_and_exit(argv: Sequence[str]) -> NoReturn:
 
 
 def help_text(words: Sequence[str], prog: str, description: str) -> str:
-    """All settings by section, and the arguments of the task if the words name one."""
+    """Help on all settings, and on the task's arguments if the words set task.target."""
     settings = collect(words)
     task = task_in(settings) if "task.target" in settings else None  # importing it takes seconds
     about = described(json_schema(task))
@@ -80,9 +80,9 @@ def help_text(words: Sequence[str], prog: str, description: str) -> str:
 
 
 def help_on(topic: str, words: Sequence[str]) -> str:
-    """The settings of a section, or those with `topic` in their name. Errors: ConfigError."""
+    """Help on the section `topic`, or the settings with it in their names. Errors: ConfigError."""
     settings = collect(words)
-    # The default task takes seconds to import.
+    # Import a task only if it is needed, because the default one takes seconds.
     with_task = "task.target" in settings or topic.startswith("task.args")
     about = described(json_schema(task_in(settings) if with_task else None))
     found = [key for key in about if key.startswith(f"{topic}.")]
@@ -108,7 +108,7 @@ def entry(name: str, about: Schema) -> str:
 
 
 def metavar(about: Schema) -> str:
-    """The values that a setting takes, such as INT|{auto,off}."""
+    """The values that a setting accepts, as a text such as INT|{auto,off}."""
     if "anyOf" in about:
         return "|".join(map(metavar, about["anyOf"]))
     if choices := choices_of(about):

@@ -25,8 +25,8 @@ from dist_amp.settings import Config, TaskConfig
 
 ALIASES = {"use_amp": "precision.use_amp"}
 ENVIRONMENT_PREFIX = "DIST_AMP_"
-DEFAULT_TASK = "tasks.causal_lm"  # the feature that contains it
-# Variables of the launch scripts, of `dist_amp launch` for its ranks, and of optional features.
+DEFAULT_TASK = "tasks.causal_lm"  # the feature that contains the default task
+# Environment variables of launch scripts, `dist_amp launch` and optional features.
 NOT_SETTINGS = {"DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER", "DIST_AMP_CACHE", "DIST_AMP_METADATA"}
 NOT_SETTINGS |= {"DIST_AMP_NNODES", "DIST_AMP_FAILED_AT"}
 
@@ -34,10 +34,10 @@ NOT_SETTINGS |= {"DIST_AMP_NNODES", "DIST_AMP_FAILED_AT"}
 def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
     """The config of a command line: defaults < `--config` files < environment < other arguments.
 
-    Errors: ConfigError for an unknown, mistyped or out-of-range key, or a missing task.
+    Errors: ConfigError for an unknown key, a value of a wrong type or range, or a missing task.
     """
     settings = collect(argv, environ)
-    # With any precision setting, "auto" must not become float32 on a CPU that emulates bf16.
+    # With any precision setting, precision.dtype=auto means bf16, even if the CPU emulates it.
     if any(key.startswith("precision.") or key.endswith("_dtype") for key in settings):
         settings.setdefault("precision.dtype", from_toml("bf16", "by default"))
     for key, setting in settings.items():
@@ -71,7 +71,7 @@ def config_of(settings: Settings, task: type) -> Config:
 
 
 def load_saved(path: Path, argv: Sequence[str]) -> Config:
-    """The config at `path`, overridden by `argv`. Errors: as load_config and check_saved_target."""
+    """A saved config, overridden by `argv`. Errors: as load_config and check_saved_target."""
     folder = path.parent.resolve()
     if folder.parent.name == "checkpoints":
         folder = folder.parent.parent
@@ -83,8 +83,8 @@ def load_saved(path: Path, argv: Sequence[str]) -> Config:
 
 
 def with_task(config: Config, task: Any) -> Config:
-    """The config with a task section for this object: its class and arguments, from which commands
-    rebuild it; if unknown, the config's target if it has the class's name, else GIVEN and the name.
+    """The config with this task object's class and arguments, from which commands rebuild it. If
+    they are unknown: the config's target if it names such a class, else GIVEN + the class's name.
     """
     if isinstance(task, type):
         name = task.__name__
@@ -99,7 +99,7 @@ def with_task(config: Config, task: Any) -> Config:
 
 
 def task_in(settings: Settings) -> type:
-    """The class that the settings name or the default; `object` if this project lacks that."""
+    """The class of task.target, or the default; `object` if this project lacks the default."""
     if "task.target" in settings:
         return find_task(str(settings["task.target"].readings[0]))
     return find_task(TaskConfig.target) if present(DEFAULT_TASK) else object
@@ -109,7 +109,7 @@ def task_in(settings: Settings) -> type:
 
 
 def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
-    """The settings of all sources, later ones over earlier ones; keys are not checked yet."""
+    """The settings of all sources, where later ones override earlier ones; keys are unchecked."""
     arguments: list[tuple[str, list[str]]] = []  # (key, the words after it)
     for word in argv:
         if word.startswith("--"):
@@ -139,7 +139,7 @@ def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Set
 
 
 def path_of(word: str) -> str:
-    """The file for a word after --config: a path, or a shipped config's name, such as demo."""
+    """The file of a word after --config, which is a path, or a shipped config's name like demo."""
     if "/" in word or word.endswith(".toml") or Path(word).is_file():
         return word
     paths = {path.stem: str(path) for path in shipped_folder().glob("configs/*.toml")}
@@ -152,7 +152,7 @@ def path_of(word: str) -> str:
 
 
 def from_file(path: str) -> Settings:
-    """{key: its setting} of a TOML file. Errors: ConfigError."""
+    """The settings in a TOML file. Errors: ConfigError."""
     try:
         values = dict(leaves(tomllib.loads(Path(path).read_text(encoding="utf-8"))))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Memory: the size of tensors, and what a rank's device and host have, in bytes."""
+"""Memory in bytes: the size of tensors, and the capacity of a rank's device and host."""
 
 import os
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Total bytes of tensors; a sharded one counts with its shards on all ranks."""
+    """Total bytes of tensors; a sharded tensor counts as a whole, over all ranks."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
 
 
@@ -32,7 +32,7 @@ def capacity_of(world: World) -> tuple[int, int]:
 def host_memory() -> int:
     """Memory of the host, or the container's limit if that is lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with suppress(OSError, ValueError):  # not in a container, or its limit is "max"
+    with suppress(OSError, ValueError):  # not in a container, or a container without a limit
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(limits)
 

@@ -1,7 +1,7 @@
 """The JSON Schema of config files, made from `settings.Config` and a task's arguments.
 
-A setting's description is the docstring below its key, which pydantic reads; a task argument's is a
-line `name: meaning` in the task's docstring.
+Pydantic takes a setting's description from the docstring below its key. The description of a task's
+argument is the line `name: meaning` in the task's docstring.
 """
 
 import inspect
@@ -35,7 +35,7 @@ class Generator(GenerateJsonSchema):
 def json_schema(task: type | None = None) -> Schema:
     """JSON Schema of config files, draft 2020-12; with the arguments of `task` if there is one."""
     schema = adapter(Config).json_schema(schema_generator=Generator)
-    inherited = adapter(SourceConfig).json_schema()["properties"]  # pydantic omits their texts
+    inherited = adapter(SourceConfig).json_schema()["properties"]  # subclasses lack these texts
     for table in schema["$defs"].values():
         del table["title"]
         for name, about in table["properties"].items():

@@ -1,4 +1,4 @@
-"""Error texts for wrong keys and values: which key may be meant, which values are expected."""
+"""Error texts for wrong keys and values: the likeliest key, the expected values."""
 
 import re
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from typing import Any
 
 from dist_amp.errors import nearest_name
 
-# Removed settings, and what to do now.
+# {removed setting: what to do instead}
 REMOVED = {
-    "data.format": "the files' endings tell it; rename the files, or link to them, as *.jsonl",
+    "data.format": "file extensions tell the format; rename the files, or link to them, as *.jsonl",
     "data.revision": "append it to data.name, as user/name@REVISION",
     "data.validation_fraction": "set data.validation_split to this number",
     "data.mix_by": "the weights of a mixture always count rows; remove it",
@@ -30,7 +30,7 @@ REMOVED = {
     "debug.memory_snapshot": "debug.profile records GPU memory too; set debug.profile=1",
 }
 
-# Other libraries' names of settings that are named quite differently here.
+# {name of a setting in other libraries: its name here}, where the names are not similar
 OTHER_LIBRARIES = {
     "learning_rate": "optim.lr",
     "batch_size": "train.micro_batch_size",
@@ -41,7 +41,7 @@ OTHER_LIBRARIES = {
 
 
 def removal_note(key: str) -> str:
-    """What to do in place of a setting of an earlier release; "" for other keys."""
+    """What to do instead of a removed setting; "" for other keys."""
     instead = REMOVED.get(re.sub(r"^data\.sources\.\w+\.", "data.", key), "")
     return instead and f" is no longer a setting: {instead}"
 
@@ -54,11 +54,11 @@ def unknown_key_text(key: str, source: str, known: Sequence[str]) -> str:
         return f"{start}: it is an option of torchrun and of dist_amp launch, which start the ranks"
     name = key.lower().rpartition(".")[2]
     if key.startswith("task.args."):
-        names = [other.removeprefix("task.args.") for other in known if "task.args." in other]
+        names = [arg.removeprefix("task.args.") for arg in known if "task.args." in arg]
         if near := nearest_name(name, names):
             return f"{start}; did you mean task.args.{near}?"
         return f"{start}; the task takes {', '.join(names) or 'no arguments'}"
-    same_name = [other for other in known if other.endswith(f".{name}")]
+    same_name = [path for path in known if path.endswith(f".{name}")]
     near = OTHER_LIBRARIES.get(name) or nearest_name(key.lower(), known)
     if len(same_name) == 1:
         near = same_name[0]
@@ -66,7 +66,7 @@ def unknown_key_text(key: str, source: str, known: Sequence[str]) -> str:
 
 
 def expected_text(problems: Sequence[Any], value: str) -> str:
-    """What pydantic expects, such as "a valid integer or 'off'", and which choice is nearest."""
+    """What pydantic expects, such as "a valid integer or 'off'", and the most similar choice."""
     expected = []
     for problem in problems:
         text = problem["msg"].removeprefix("Input should be ")

@@ -24,9 +24,9 @@ SIGNATURES = {
     "weight": "weight(self, batch) -> number",
 }
 
-INJECTED = "data"  # a constructor parameter that gets the data section, and is not a setting
+INJECTED = "data"  # a constructor's parameter of this name gets the data section; no setting
 
-GIVEN = "given:"  # in place of a module, for a task object that no config can build again
+GIVEN = "given:"  # instead of a module, for a task object that no config can rebuild
 
 
 # ---- the class
@@ -44,7 +44,7 @@ def find_task(target: str) -> type:
 
 
 def find_class(target: str, key: str) -> type:
-    """The class that a setting names. Errors: ConfigError if it is missing."""
+    """The class that a setting names as module:Class. Errors: ConfigError if it is missing."""
     module_name, _, class_name = new_target(target).partition(":")
     if not (module_name and class_name):
         raise ConfigError(f"{key}={target} must be module:Class or path/to/file.py:Class")
@@ -67,7 +67,7 @@ def find_class(target: str, key: str) -> type:
 
 
 def new_target(target: str) -> str:
-    """The target, or the new one of a task that has moved from the package to examples/."""
+    """The target; that of a task that was moved to examples/ is replaced by the new one."""
     return re.sub(r"^dist_amp.tasks.(sinusoid|preference|image_text):", r"examples/\1.py:", target)
 
 
@@ -104,10 +104,10 @@ def _import(module_name: str, target: str, key: str) -> Any:
 
 
 def check_saved_target(target: str, folder: Path) -> None:
-    """Print from where a saved config's task is imported: a checkpoint must not run its own code.
+    """Print where a saved config's task is imported from, since a checkpoint must not run own code.
 
     folder: the run's or export's, resolved. Errors: ConfigError for code in that folder, or for a
-    file outside the current one.
+    file outside the current folder.
     """
     module = target.partition(":")[0]
     here = place = Path.cwd()
@@ -124,7 +124,7 @@ def check_saved_target(target: str, folder: Path) -> None:
     if is_outside or here.is_relative_to(folder) or place.is_relative_to(folder):
         raise ConfigError(
             f"task.target={target} is only named by the config in {folder}, and would be imported "
-            f"from {place}, which could run any code; check that, then add --task.target {target}"
+            f"from {place}, which can run any code; check the code, then add --task.target {target}"
         )
     print(f"task   {target}, named by the saved config, from {place}", file=sys.stderr)
 
@@ -134,7 +134,7 @@ def check_saved_target(target: str, folder: Path) -> None:
 
 @cache
 def args_dataclass(cls: type) -> type:
-    """A dataclass with the constructor's parameters, to check `task.args` and for --help."""
+    """A dataclass with the constructor's parameters, to check `task.args` and to print --help."""
     checks = {"arbitrary_types_allowed": True, "extra": "forbid"}
     constructor: Any = inspect.getattr_static(cls, "__init__")
     try:
@@ -143,7 +143,7 @@ def args_dataclass(cls: type) -> type:
         raise ConfigError(
             f"{cls.__name__}: unknown type in its constructor: {error}; import it"
         ) from error
-    declared = vars(cls).get("__dataclass_fields__", {})  # of a task that is a dataclass
+    declared = vars(cls).get("__dataclass_fields__", {})  # if the task is a dataclass
     args: list[Any] = []
     for name, parameter in inspect.signature(cls).parameters.items():
         default = parameter.default
@@ -152,7 +152,7 @@ def args_dataclass(cls: type) -> type:
         if default is parameter.empty:
             args.append((name, hints.get(name, int | float | str)))
             continue
-        factory = partial(deepcopy, default)  # every task gets its own copy, say of a list
+        factory = partial(deepcopy, default)  # so that tasks don't share a list, for example
         if name in declared and declared[name].default_factory is not MISSING:
             factory = declared[name].default_factory
         args.append((name, hints.get(name, type_of(default)), field(default_factory=factory)))
@@ -166,8 +166,8 @@ def type_of(default: Any) -> Any:
 
 
 def args_of(task: Any) -> dict[str, Any] | None:
-    """The constructor's arguments, read from attributes of the same names, to build the task again;
-    None if one is missing or is not plain data, or if the class can't be imported.
+    """The constructor's arguments, from attributes of the same names, to rebuild the task; None if
+    an argument is missing or not plain data, or if the class can't be imported.
     """
     cls = type(task)
     if cls.__module__ == "__main__" or "." in cls.__qualname__:
@@ -184,7 +184,7 @@ def is_plain(value: Any) -> bool:
 
 
 def build_task(config: Config) -> Any:
-    """Construct the task with its arguments, and with the data section if it asks for it."""
+    """Construct the task with its arguments; a parameter called `data` gets the data section."""
     target = config.task.target
     cls = find_task(target)
     args: Mapping[str, Any] = config.task.args
@@ -192,7 +192,7 @@ def build_task(config: Config) -> Any:
         args = vars(args)
     if INJECTED in inspect.signature(cls).parameters:
         args = {**args, INJECTED: config.data}
-    from dist_amp.distributed.process import seed_all  # torch: settings are checked without it
+    from dist_amp.distributed.process import seed_all  # imports torch: slow, and settings need none
 
     seed_all(config.run.seed)  # a constructor draws the same numbers on every rank
     try:

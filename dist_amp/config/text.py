@@ -1,4 +1,4 @@
-"""A config as TOML that `--config` reads back, and as dotted keys; without secrets."""
+"""A config as TOML that `--config` reads back, or as dotted keys, with secrets masked."""
 
 import re
 import shlex
@@ -13,25 +13,25 @@ from typing import Any
 from dist_amp.errors import MASK, SECRET, DataError, first_line, masked
 from dist_amp.settings import Config
 
-# The value after an option such as --task.args.hf-token; words end with \0.
+# The value after an option such as --task.args.hf-token, in words that are separated by \0.
 OPTION = re.compile(rf"(?i)(--(?:[\w-]*\.)*(?:{SECRET})[\0=])[^\0]+")
 
 
 def to_toml(config: Config) -> str:
-    """The config as TOML that `--config` reads back, without secrets."""
+    """The config as TOML that `--config` reads back, with secrets masked."""
     import tomli_w
 
     return masked(tomli_w.dumps(asdict(config, dict_factory=_for_toml)))
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The words quoted for a shell, without secrets."""
+    """The words quoted for a shell, with secrets masked."""
     shown = OPTION.sub(rf"\1{MASK}", "\0".join(words))
     return shlex.join(map(masked, shown.split("\0")))
 
 
 def _for_toml(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Leaves out what TOML can't hold, such as None: reading the TOML gives the default."""
+    """A table without values that TOML can't hold, such as None; they are read as the default."""
     kinds = (str, int, float, list, tuple, dict, date, time)
     kept = {name: value for name, value in items if isinstance(value, kinds)}
     kept |= {name: str(value) for name, value in items if isinstance(value, Path)}
@@ -39,7 +39,7 @@ def _for_toml(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def flat(toml: str) -> dict[str, Any]:
-    """{dotted key: value} of a config in TOML, without secrets."""
+    """{dotted key: value} of a config in TOML, with secrets masked."""
     return dict(leaves(tomllib.loads(masked(toml))))
 
 

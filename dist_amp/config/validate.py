@@ -1,4 +1,4 @@
-"""Rejects what can't be trained: settings that conflict, and what a task's methods return."""
+"""Rejects what can't be trained: conflicting settings, and wrong results of a task's methods."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -25,7 +25,7 @@ def check_parallel(
     module: nn.Module,
     world: World,
 ) -> None:
-    """Errors: ConfigError for [parallel] settings or parameter hooks that `strategy` can't have."""
+    """Errors: ConfigError for [parallel] settings or parameter hooks that `strategy` rules out."""
     on_cpu = world.device.type == "cpu"
     sharded = strategy in SHARDED
     replicas = replicas_of(config, world)
@@ -86,8 +86,8 @@ def warn_once(world: World, text: str) -> None:
 def check_dataset(dataset: Any, split: str) -> None:
     """Errors: DataError if it is not map-style, or empty for training. None: no such split."""
     has_indices = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    is_other = isinstance(dataset, str | bytes | Mapping | IterableDataset)
-    if dataset is not None and (is_other or not has_indices):
+    is_not_samples = isinstance(dataset, str | bytes | Mapping | IterableDataset)
+    if dataset is not None and (is_not_samples or not has_indices):
         raise DataError(
             f"the task's build_dataset({split!r}) returned a {type(dataset).__name__}, not a "
             "map-style dataset; return one, with __len__ and __getitem__. Streams can't be resumed "
@@ -102,7 +102,7 @@ def check_dataset(dataset: Any, split: str) -> None:
 def check_length(
     length: int, micro_batch_size: int, accumulation_steps: int, drop_last: bool, world: World
 ) -> None:
-    """Errors: DataError if a global batch that must be full, or was configured, is too large."""
+    """Errors: DataError for less than one global batch, with drop_last or a configured size."""
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     is_default = micro_batch_size * accumulation_steps == TrainConfig.micro_batch_size
     if length < global_batch_size and (drop_last or not is_default):
@@ -114,7 +114,7 @@ def check_length(
 
 
 def check_coupled(task: Any, split: str, length: int, batch: int, world: World) -> None:
-    """Errors: ConfigError for coupled samples with a smaller last batch. batch: over all ranks."""
+    """Errors: ConfigError for coupled samples if the last batch is smaller. batch: of all ranks."""
     if getattr(task, "couples_samples", False) and world.world_size > 1 and length % batch:
         raise ConfigError(
             f"the task has couples_samples=True, but of {length} samples the last {split} batch "
@@ -143,7 +143,7 @@ def check_model(module: Any) -> None:
 
 
 def check_scalar(value: Any, what: str, rule: str = "a number or a scalar tensor") -> None:
-    """Errors: DataError unless it is as `rule` says. what: such as "weight(batch) returned"."""
+    """Errors: DataError unless it is a scalar. what: a text such as "weight(batch) returned"."""
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
         return
     shown = f"a {type(value).__name__}"
@@ -165,7 +165,7 @@ def check_loss(loss: Any, device: torch.device) -> None:
     is_scalar = isinstance(loss, Tensor) and loss.ndim == 0 and loss.dtype == torch.float32
     if is_scalar and loss.device == device and loss.requires_grad:
         return
-    what = type(loss).__name__  # after the check: formatting costs 4 us per micro-batch
+    what = type(loss).__name__  # only for the error: formatting takes 4 us per micro-batch
     if isinstance(loss, Tensor):
         what = f"{loss.dtype} of shape {list(loss.shape)} on {loss.device}"
         what += f" with requires_grad={loss.requires_grad}"
@@ -176,7 +176,7 @@ def check_loss(loss: Any, device: torch.device) -> None:
 
 
 def check_model_use(error: BaseException) -> None:
-    """Errors: DataError in place of torch's error, if loss_sum used parts of a wrapped model."""
+    """Errors: DataError instead of torch's error, if loss_sum used parts of a wrapped model."""
     wrapped_model_errors = (
         "'DistributedDataParallel' object",
         "'FSDPCommContext' object",

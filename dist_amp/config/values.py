@@ -1,7 +1,7 @@
-"""Settings as a dataclass: pydantic checks all of them at once and says what it expects.
+"""Turns settings into a dataclass; pydantic checks all of them at once and words the errors.
 
-A file's values have types. The words of a command line or of the environment have none, so pydantic
-is given several readings in turn: as typed in TOML, as a list of one item, as text.
+Values in a file have types. Words on a command line or in the environment have none, so pydantic
+tries several readings of them in turn: as a TOML value, as a list of one item, as text.
 """
 
 import json
@@ -19,13 +19,13 @@ from dist_amp.config.suggestions import expected_text
 from dist_amp.errors import ConfigError
 
 CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "None": None}
-LIST_ERRORS = ("list_type", "tuple_type", "set_type")  # types of pydantic's errors
-UNKNOWN = ("unexpected_keyword_argument", "dataclass_type")  # no such key; a value for a section
+LIST_ERRORS = ("list_type", "tuple_type", "set_type")  # pydantic's errors: the value is no list
+UNKNOWN = ("unexpected_keyword_argument", "dataclass_type")  # no such key, or it is a section
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One key's value as written, where it was written, and its readings, likeliest first."""
+    """One key's value as written, where it was written, and its readings, the likeliest first."""
 
     text: str
     source: str
@@ -40,7 +40,7 @@ class UnknownKey(Exception):
 
 
 def from_words(words: Sequence[str], source: str, split: bool = False) -> Setting:
-    """A setting from a command line; with `split`, from a variable, which is split at spaces."""
+    """A setting from a command line; or, with `split`, from a variable, split at spaces."""
     texts = [os.path.expanduser(word) for word in words]
     items = texts[0].split() if split else texts
     typed = [as_typed(item) for item in items]
@@ -67,16 +67,16 @@ def from_toml(value: Any, source: str) -> Setting:
 
 
 def read(kind: Any, settings: Settings, prefix: str = "") -> Any:
-    """The settings, whose keys begin with `prefix`, as an instance of the dataclass `kind`.
+    """An instance of the dataclass `kind` from settings whose keys all begin with `prefix`.
 
-    A value that is invalid in one reading is tried in the next. Errors: UnknownKey; ConfigError for
-    a value that is invalid in all readings, or a field without a value.
+    If a reading of a value is invalid, its next reading is tried. Errors: UnknownKey; ConfigError
+    for a value that is invalid in all readings, or for a required field without a value.
     """
     for key in settings:
-        if inner := [other for other in settings if other.startswith(f"{key}.")]:
+        if inner := [path for path in settings if path.startswith(f"{key}.")]:
             raise UnknownKey(inner[0])
-    indices = dict.fromkeys(settings, 0)  # of the readings to try
-    reported: dict[str, list[Any]] = {}
+    indices = dict.fromkeys(settings, 0)  # {key: which of its readings to try}
+    reported: dict[str, list[Any]] = {}  # {key: the problems that an error message shows}
     while True:
         values = {key: settings[key].readings[index] for key, index in indices.items()}
         try:
@@ -85,7 +85,7 @@ def read(kind: Any, settings: Settings, prefix: str = "") -> Any:
         except ValidationError as error:
             problems = by_key(error.errors(include_url=False), settings, prefix)
         for key, found in problems.items():
-            # The first reading's problems are reported, unless they only say that it is no list.
+            # Report the first reading's problems, unless they only say that the value is no list.
             if key not in reported or reported[key][0]["type"] in LIST_ERRORS:
                 reported[key] = found
             setting = settings[key]
@@ -116,7 +116,7 @@ def by_key(problems: Sequence[Any], settings: Settings, prefix: str) -> dict[str
     """{a setting's key: pydantic's problems with it}. Errors: UnknownKey; ConfigError."""
     found = defaultdict(list)
     for problem in problems:
-        path = list(map(str, problem["loc"]))  # the key's parts, maybe an item or a union's type
+        path = list(map(str, problem["loc"]))  # the key's parts; then maybe an index or a type
         keys = [f"{prefix}{'.'.join(path[:end])}".strip(".") for end in range(len(path), 0, -1)]
         key = next((key for key in keys if key in settings), "")
         if key and problem["type"] not in UNKNOWN:

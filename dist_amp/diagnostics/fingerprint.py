@@ -40,9 +40,7 @@ class Fingerprint(Observer):
         if run.world.rank < shards:  # the other ranks hold replicas of these shards
             for parameter in parameters:
                 first = 0
-                if (
-                    shards > 1
-                ):  # FSDP2 gives each rank ceil(rows / shards) rows, the last ones fewer
+                if shards > 1:  # FSDP2 gives each rank ceil(rows / shards) rows, the last fewer
                     rows = -(-parameter.shape[0] // shards)
                     first = run.world.rank * rows * parameter[:1].numel()
                 self._parts.append((parameter, first))

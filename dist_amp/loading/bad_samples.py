@@ -60,7 +60,7 @@ class SkippingFetch(Fetch):
             good = [self._sound] * min(2, len(shard.indices))  # batch norm fails on one sample
         batch = self._batch_of(shard, *good)
         if isinstance(batch, DataError):
-            return DataError(f"no sample can be used: {batch}")
+            return batch if counts else DataError(f"no sample can be used: {batch}")
         return Remainder(batch, replace(shard, indices=tuple(good), counts=counts), errors)
 
     def _batch_of(self, shard: Shard, *indices: int) -> Any:
@@ -107,7 +107,8 @@ class BadSamples:
         good_shards = list(shards)
         for place, batch in enumerate(batches):
             if isinstance(batch, Remainder):
-                if is_new and shards[place].counts:  # padding repeats another rank's samples
+                # Padding repeats another rank's samples; no errors: a second read succeeded.
+                if is_new and shards[place].counts and batch.errors:
                     self._list(data, batch.errors)
                 good_batches[place] = batch.batch
                 good_shards[place] = batch.shard

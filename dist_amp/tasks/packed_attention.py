@@ -72,8 +72,8 @@ def attend(
     fits = dtype in DTYPES and width % 8 == 0 and width <= 256
     if dropout and documents.required:
         raise ConfigError(
-            "task.args.packed_attention=varlen, but its kernel has no dropout; use auto, or set the "
-            "model's attention dropout to 0"
+            "task.args.packed_attention=varlen, but its kernel has no dropout; use auto, or set "
+            "the model's attention dropout to 0"
         )
     if dropout or not (fits or documents.required):
         return None, document_mask(documents.positions)
