@@ -8,6 +8,7 @@ fit the run's (compatibility.py), and its state is restored (state.py).
 
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,28 +71,38 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
         return config
     name = precision.name
     if world.is_main and precision.use_amp:
-        try:
-            checkpoint = _candidates(config.run.resume, run_folder)[-1]
-            fetched_manifest(checkpoint)
-            saved = tomllib.loads((checkpoint / CONFIG).read_text())["precision"]
-            name = saved["dtype"] if saved["use_amp"] else "fp32"
-        except (CheckpointRejected, DataError, LookupError, OSError, ValueError):
-            # The newest checkpoint does not exist, or is damaged.
-            if world.device.type == "cpu":
-                name = "fp32"
-                if present("distributed.machine"):
-                    from dist_amp.distributed.machine import is_native
-
-                    if is_native("bf16", world.device):
-                        name = "bf16"
-                    else:
-                        world.say(
-                            "precision.dtype=auto: float32, because this CPU only emulates bf16; "
-                            "--use_amp true computes in bf16 all the same"
-                        )
+        name = _saved_dtype(config.run.resume, run_folder) or _native_dtype(world)
     name = world.from_main(name)
     dtype: Any = "bf16" if name == "fp32" else name
     return replace(config, precision=replace(precision, use_amp=name != "fp32", dtype=dtype))
+
+
+def _saved_dtype(resume: str, run_folder: Path) -> str:
+    """The dtype of the newest undamaged checkpoint to resume; "" if there is none."""
+    with suppress(DataError):
+        for checkpoint in reversed(_candidates(resume, run_folder)):
+            with suppress(CheckpointRejected, LookupError, OSError, ValueError):
+                fetched_manifest(checkpoint)
+                saved = tomllib.loads((checkpoint / CONFIG).read_text())["precision"]
+                return saved["dtype"] if saved["use_amp"] else "fp32"
+    return ""
+
+
+def _native_dtype(world: World) -> str:
+    """bf16; or fp32 on a CPU that only emulates bf16, or whose instructions are not known."""
+    if world.device.type != "cpu":
+        return "bf16"
+    if not present("distributed.machine"):
+        return "fp32"
+    from dist_amp.distributed.machine import is_native
+
+    if is_native("bf16", world.device):
+        return "bf16"
+    world.say(
+        "precision.dtype=auto: float32, because this CPU only emulates bf16; --use_amp true "
+        "computes in bf16 all the same"
+    )
+    return "fp32"
 
 
 def newest_valid(paths: Sequence[Path], world: World) -> Path | None:

@@ -110,6 +110,24 @@ def test_a_micro_batch_without_a_good_sample_is_padding():
     assert (type(again), other) == (Padding, indices)
 
 
+def test_a_sample_that_can_be_read_again_is_kept():
+    task = Torn(unreadable=(), odd=())
+    run = make_run(World(), task, *SKIP, "--data.shuffle", "false")
+    errors = [OSError("timed out")] * 2  # of the batch, and of the search for the sample
+
+    def read(dataset, index):
+        if index == 3 and errors:
+            raise errors.pop()
+        return Rows.__getitem__(dataset, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Holed, "__getitem__", read)
+        take_steps(run, 3)
+    assert not errors
+    assert not run.data.bad_samples.seen
+    assert run.data.items == 6
+
+
 def test_a_resumed_run_lists_each_sample_once_and_ends_equal(tmp_path):
     words = [*SKIP, "--checkpoint.every", 3, "--run.dir"]
     whole = opened(World(), Torn(), *words, tmp_path / "whole")

@@ -168,7 +168,12 @@ def test_by_default_a_cpu_that_only_emulates_bf16_computes_in_float32_and_says_s
 )
 def test_a_resumed_run_keeps_its_precision_on_any_cpu(cpu, tmp_path, amp, native, name):
     words = ["--run.dir", tmp_path, "--checkpoint.every", 1]
-    save(make_run(World(), Tiny(), *words, "--use_amp", amp))
+    run = make_run(World(), Tiny(), *words, "--use_amp", amp)
+    save(run)
+    run.step += 1
+    damaged = save(run)
     cpu(native)
     assert precision_of(folder=tmp_path)[0] == name
+    (damaged / "manifest.json").write_text("{")
+    assert precision_of(folder=tmp_path)[0] == name, "of the one before"
     assert precision_of("--run.resume", str(tmp_path), folder=tmp_path / "new")[0] == name
