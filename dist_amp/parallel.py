@@ -110,10 +110,6 @@ class Parallel:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def average_batch_statistics(self) -> None:
-        if self.world.world_size > 1:
-            set_statistics(self.module, averaged_statistics(self.module, self.world))
-
     def restore_point(self) -> Callable[[], None]:
         """Copy the random state and the model's buffers; returns a function that restores them."""
         random = random_state(self.world.device)
@@ -150,7 +146,8 @@ class Parallel:
 
         Ends with model.train(), which a model may override to keep parts in evaluation mode.
         """
-        self.average_batch_statistics()
+        if self.world.world_size > 1:
+            set_statistics(self.module, averaged_statistics(self.module, self.world))
         self.model.eval()
         for unit in self.reshards:
             # Without this the unit stays gathered, as no backward follows; if the task's loss wrote

@@ -230,7 +230,9 @@ def assemble(
 
         observers.add(Ema(parallel.module, config.optim.ema, world.say), stays=True)
     schedule = Schedule(config.optim, optimizer, config.train.steps, parallel.state_device, task)
-    clip = Clip(config.train.clip_by, config.train.clip_limit)
+    train = config.train
+    limit = train.max_grad_value if train.clip_by == "value" else train.max_grad_norm
+    clip = Clip(train.clip_by, limit)
     metrics = Metrics(world, clip, observers)
     if config.parallel.bit_exact:
         from dist_amp.bit_exact import ExactMetrics

@@ -253,10 +253,6 @@ class TrainConfig(Section):
     """End the run after this many consecutive skipped steps; checked every metrics.log_every steps.
     """
 
-    @property
-    def clip_limit(self) -> float:
-        return self.max_grad_value if self.clip_by == "value" else self.max_grad_norm
-
 
 @dataclass(frozen=True)
 class OptimConfig(Section):

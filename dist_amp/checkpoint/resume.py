@@ -92,16 +92,15 @@ def _native_dtype(world: World) -> str:
     """bf16; or fp32 on a CPU that only emulates bf16, or whose instructions are not known."""
     if world.device.type != "cpu":
         return "bf16"
-    if not present("distributed.machine"):
-        return "fp32"
-    from dist_amp.distributed.machine import is_native
+    if present("distributed.machine"):
+        from dist_amp.distributed.machine import is_native
 
-    if is_native("bf16", world.device):
-        return "bf16"
-    world.say(
-        "precision.dtype=auto: float32, because this CPU only emulates bf16; --use_amp true "
-        "computes in bf16 all the same"
-    )
+        if is_native("bf16", world.device):
+            return "bf16"
+        world.say(
+            "precision.dtype=auto: float32, because this CPU only emulates bf16; --use_amp true "
+            "computes in bf16 all the same"
+        )
     return "fp32"
 
 

@@ -155,14 +155,10 @@ def args_dataclass(cls: type) -> type:
         factory = partial(deepcopy, default)  # so that tasks don't share a list, for example
         if name in declared and declared[name].default_factory is not MISSING:
             factory = declared[name].default_factory
-        args.append((name, hints.get(name, type_of(default)), field(default_factory=factory)))
+        unannotated = str | None if default is None else type(default)
+        args.append((name, hints.get(name, unannotated), field(default_factory=factory)))
     namespace = {"__pydantic_config__": checks}
     return make_dataclass("Args", args, frozen=True, kw_only=True, namespace=namespace)
-
-
-def type_of(default: Any) -> Any:
-    """The type of an unannotated parameter, from its default."""
-    return str | None if default is None else type(default)
 
 
 def args_of(task: Any) -> dict[str, Any] | None:

@@ -44,11 +44,9 @@ def after_imports() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@contextmanager
-def raise_on_signals() -> Iterator[None]:
-    """In a with-block, raise KeyboardInterrupt with the signal's name on SIGTERM and on Ctrl-C."""
-    with handle_signals(_raise, (signal.SIGINT, signal.SIGTERM)):
-        yield
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
+    """A handler that raises KeyboardInterrupt with the signal's name."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 @contextmanager
@@ -67,7 +65,3 @@ def quiet_on_closed_pipe() -> Iterator[None]:
         # Discard the rest of the output, which the interpreter flushes once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)

@@ -1,9 +1,9 @@
 """Option parsing and error reporting of the commands other than train."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -61,7 +61,8 @@ def exit_status(main: Main, argv: Sequence[str] | None = None, when: str = "") -
 
     when: appended to the line "stopped by SIGINT"; if it is set, SIGTERM is caught as well.
     """
-    with signals.raise_on_signals() if when else nullcontext():
+    caught = (signal.SIGINT, signal.SIGTERM) if when else ()
+    with signals.handle_signals(signals.raise_interrupt, caught):
         signals.after_imports()
         try:
             with signals.quiet_on_closed_pipe():

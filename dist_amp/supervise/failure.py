@@ -98,7 +98,9 @@ def close_failed(error: BaseException, job: Job, is_raised: bool = False) -> int
     with suppress(OSError):  # the folder is unreadable, or its disk hangs (TimeoutError)
         # Before the run is built, a failure does not replace the summary of an earlier start.
         if folder.is_dir() and (run is not None or not (folder / "summary.json").exists()):
-            cause = cause_of(error, job.world.rank)
+            cause = f"rank {job.world.rank}: {in_one_line(error)}"
+            if isinstance(error, Failure):
+                cause = str(error)
             in_time(10.0, lambda: write_summary(folder, run, "failed", status, cause))
     return status
 
@@ -108,11 +110,6 @@ def as_failure(error: BaseException) -> BaseException:
     if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("dist_amp."):
         return ConfigError(missing(str(error.name).removeprefix("dist_amp.")))
     return error
-
-
-def cause_of(error: BaseException, rank: int) -> str:
-    """The error in one line; with the rank and the source line, unless it is a Failure."""
-    return str(error) if isinstance(error, Failure) else f"rank {rank}: {in_one_line(error)}"
 
 
 def report_failure(

@@ -68,8 +68,7 @@ class AgreedStop:
         if not self.requested_by:
             self.requested_by = signal.Signals(number).name
             self._requested_at = time.monotonic()
-            # After another rank's error this would follow its line. os.write: the signal may have
-            # interrupted a print.
+            # A failed rank's error stays the last line. os.write: this may interrupt a print.
             if self._world.is_main and not has_any_rank_reported():
                 os.write(2, f"\n{self.requested_by}: stopping within a few steps\n".encode())
 
