@@ -61,7 +61,7 @@ class Parallel:
     module: nn.Module  # without DDP's wrapper
     model: nn.Module  # what the loop calls
     world: World
-    # gradient_sync(whether to reduce gradients): context of a micro-batch's forward and backward.
+    # Called with whether to reduce gradients; the context of a micro-batch's forward and backward.
     gradient_sync: Callable[[bool], AbstractContextManager[Any]]
     state_device: torch.device  # of parameters and optimizer state: the CPU with cpu_offload
     replicas: int = 1  # how many ranks hold each gradient once it is reduced
@@ -79,7 +79,7 @@ class Parallel:
         return self.strategy in ("fsdp", "hsdp")
 
     def sum_over_ranks(self, values: Sequence[float | Tensor]) -> SumOverRanks:
-        """Start the float32 sum over all ranks of `values`: one per micro-batch of this rank."""
+        """Start summing all ranks' values in float32. values: one per micro-batch of this rank."""
         # Numbers are added on the host, which saves an operation on the device per micro-batch.
         total = sum(v.detach().float() if isinstance(v, Tensor) else v for v in values)
         return SumOverRanks(as_scalar(total, self.world.device), self.world)
@@ -88,8 +88,8 @@ class Parallel:
         """Global L2 norm of the gradients: scalar float32 on state_device, equal on all ranks.
 
         inf or nan if any gradient on any rank is not finite. One all-reduce if gradients are
-        sharded; none under DDP, where all ranks hold equal gradients. Missing gradients, such as an
-        idle expert's, are set to zeros. Source: Pascanu et al. 2013, arXiv:1211.5063.
+        sharded; none under DDP, where all ranks hold equal gradients. Also sets missing gradients,
+        such as an idle expert's, to zeros. Source: Pascanu et al. 2013, arXiv:1211.5063.
         """
         gradients: list[Any] = []
         for parameter in self.parameters:
@@ -101,12 +101,12 @@ class Parallel:
         with torch.no_grad():  # else autograd would record to_local
             norms = norms_of([gradient.to_local() for gradient in gradients])
         square = norms.dot(norms).to(self.world.device, non_blocking=True)
-        shards = self.world.world_size / self.replicas  # the sum counts each shard once per replica
+        shards = self.world.world_size / self.replicas  # mean * shards = sum over one replica
         norm = (SumOverRanks(square, self.world).mean() * shards).sqrt()
         return norm.to(self.state_device)  # under CPU offload the host waits for it
 
     def zero_grad(self) -> None:
-        """Set the gradients to None; optimizer.zero_grad takes 17 us more, for a profiler range."""
+        """Set the gradients to None, without the profiler range of optimizer.zero_grad (17 us)."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -123,7 +123,7 @@ class Parallel:
         def restore() -> None:
             for module, name, buffer, value in buffers:
                 setattr(module, name, buffer)  # a forward may have assigned another tensor
-                # Write only if the values changed: an expanded buffer, for one, can't be written.
+                # Only changed values: expanded buffers can't be written, sparse ones not compared.
                 if buffer.layout == torch.strided and not torch.equal(buffer, value):
                     buffer.copy_(value)
             set_random_state(random, self.world.device)
@@ -150,8 +150,8 @@ class Parallel:
             set_statistics(self.module, averaged_statistics(self.module, self.world))
         self.model.eval()
         for unit in self.reshards:
-            # Without this the unit stays gathered, as no backward follows; if the task's loss wrote
-            # to a parameter, it would change the gathered copy, not the shard.
+            # No backward follows to reshard the unit. While it is gathered, a task that writes to a
+            # parameter would change the gathered copy, and lose the change.
             unit.set_reshard_after_forward(True, recurse=False)
         try:
             with torch.no_grad():
@@ -219,12 +219,12 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
         model = DistributedDataParallel(
             module,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # saves a broadcast per forward; `evaluating` averages them
+            broadcast_buffers=False,  # batch-norm statistics are averaged in `evaluating`
         )
     if config.comm_dtype != "off":
         hook = getattr(default_hooks, f"{config.comm_dtype}_compress_hook")
         model.register_comm_hook(None, hook)
-    if world.world_size > 2:  # a sum over two ranks has the same bits in any order
+    if world.world_size > 2:  # equal bits after a resume; two ranks' sums are equal in any order
         fix_buckets(model)
     time_reduction(model, world.clock)
     zero_unused = ZerosForUnused(model)
@@ -263,15 +263,15 @@ def _shard(
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
         state_device = torch.device("cpu")
-    if config.param_dtype == "bf16":
+    if config.param_dtype == "bf16":  # as stored; the policy's param_dtype is that of computing
         for parameter in module.parameters():
             parameter.data = parameter.data.bfloat16()
 
     from dist_amp.scaling.blocks import is_embedding
     from dist_amp.scaling.meta import placement, register_fused_updates
 
-    register_fused_updates()
-    place = placement(module, world)  # allocates a unit just before it is sharded
+    register_fused_updates()  # saves memory in the first optimizer step
+    place = placement(module, world)  # a function that allocates a unit just before it is sharded
     # Reshard units after their forward, but not the last unit: its backward follows at once.
     reshards: dict[Any, bool] = {unit: unit is not units[-1] for unit in units}
     for unit in units:
@@ -300,7 +300,7 @@ def _shard(
 
     def gradient_sync(sync: bool) -> AbstractContextManager[None]:
         model.set_is_last_backward(sync)
-        if config.accumulate_reduce != "every":
+        if config.accumulate_reduce != "every":  # "last" micro-batch of a step
             model.set_requires_gradient_sync(sync)
         elif strategy == "hsdp":  # reduce-scatter in each micro-batch, all-reduce in the last
             model.set_requires_all_reduce(sync)

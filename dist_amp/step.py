@@ -70,8 +70,8 @@ class Run:
 def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     """Take one step on this rank's micro-batches. Every rank must pass the same number of them.
 
-    A `Padding` micro-batch has weight 0. With a fused optimizer and without parallel.cpu_offload
-    the step has no host-device synchronisation.
+    A `Padding` repeats a real micro-batch with weight 0, for ranks that would have fewer. With a
+    fused optimizer and without parallel.cpu_offload there is no host-device synchronisation.
     """
     for before_step in run.observers.before_step:  # metrics, checks and your own observers
         before_step(micro_batches)
@@ -80,7 +80,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     # be wrong: divide by the total over all ranks. This all-reduce overlaps with the forward.
     total_weight = run.parallel.sum_over_ranks(weights_of(run.task, micro_batches))
     losses = []
-    with run.precision.autocast_cache(len(micro_batches)):  # casts each parameter once per step
+    with run.precision.autocast_cache(len(micro_batches)):  # casts a parameter once, not for each
         for is_last, batch in mark_last(micro_batches):
             # By default only the last backward reduces gradients over the ranks (DDP's no_sync).
             with run.parallel.gradient_sync(is_last):
@@ -90,13 +90,13 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
                     loss = loss_of(run.task, run.model, batch, run.world.device)
                 losses.append(loss.detach())
                 clock.enter("backward")
-                # Equals scaler.scale(loss / mean_weight).backward(), with fewer operations. It is
-                # the mean weight per rank because DDP and FSDP2 average gradients over the ranks.
+                # Equals scaler.scale(loss / mean weight per rank).backward() with fewer operations.
+                # Not the total weight, because DDP and FSDP2 average gradients over the ranks.
                 loss.backward(run.scaler.scale(total_weight.inverse_mean))
     run.current_batch = None
     clock.enter("optimizer")
     norm = run.parallel.global_grad_norm()  # of gradients that include the loss scale
-    norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.clip)  # the norm before clipping
+    norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.clip)  # unscaled; before clipping
     run.scaler.step(run.optimizer)  # changes nothing if any rank's gradients are not finite
     run.scaler.update()
     run.schedule.step(run.scaler.applied)  # a skipped step keeps the learning rate
@@ -120,7 +120,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
     metrics = getattr(run.task, "metrics", None)
     means = WeightedMeans(run.world, run.config.parallel.bit_exact)
     steps = run.validation.steps_in_one_epoch(run.config.eval.batches)
-    with run.world.clock.hold("evaluation"), run.evaluating():
+    with run.world.clock.hold("evaluation"), run.evaluating():  # hold: no other phase begins
         run.observers.tell("during_evaluation", 0, steps)  # to show the progress
         for done, micro_batches in enumerate(run.validation.one_epoch(steps), start=1):
             if stop is not None and stop():
@@ -132,7 +132,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
                 with run.precision.autocast():
                     values = {}  # {name: sum over the batch, or (sum, its own weight)}
                     if metrics is not None:
-                        values = dict(metrics(run.parallel.module, content))  # no DDP wrapper
+                        values = dict(metrics(run.parallel.module, content))  # not DDP's forward
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
                     means.add(values, run.task.weight(content), 0.0 if is_padding else 1.0)

@@ -81,13 +81,13 @@ class Metrics:
     def unfinished_sums(self, data: Batches) -> Tensor:
         """The interval's sums, for a checkpoint: [len(SAVED)] float64. Waits for the device."""
         self.interval.start_copy({})
-        self.interval.read()
+        self.interval.read()  # adds the steps to `sums`
         sums = self.interval.sums | {"tokens_seen": self.interval.sums["tokens_seen"] + data.tokens}
         return torch.tensor([sums[name] for name in SAVED], dtype=torch.float64)
 
     def resume_unfinished(self, saved: Tensor, same_world: bool) -> None:
         """Continue an interval from every rank's `unfinished_sums`: [ranks, len(SAVED)] float64."""
-        defaults = [math.nan, 0.0, 0.0, 0.0]  # older checkpoints have only the first three columns
+        defaults = [math.nan, 0.0, 0.0, 0.0]  # of tokens_seen and on, which older checkpoints lack
         rows = [[*row, *defaults][: len(SAVED)] for row in saved.tolist()]
         own_sums = rows[self.world.rank if same_world else 0]
         if not same_world:  # rank 0 takes the sums that differ by rank; other ranks start from 0
@@ -123,7 +123,7 @@ class Metrics:
         interval.start_copy({**on_device, **task_tags})
         interval.sums["tokens_seen"] += data.tokens
         on_host = {
-            "items": data.items,
+            "items": data.items,  # samples
             "tokens": data.tokens,
             "samples_seen": data.position,
             "epoch": data.position / data.plan.length,
@@ -136,7 +136,7 @@ class Metrics:
         data.tokens = 0
 
     def read(self, save_done: bool = True) -> LogRow | None:
-        """All-gather the pending metrics; None if there are none. save_done: no save is pending."""
+        """All-gather the pending metrics, or None. save_done: this rank has no save in progress."""
         pending = self._pending
         self._pending = None
         if pending is None:
@@ -177,7 +177,7 @@ class Metrics:
 
     def write_evaluation(self, step: int, values: Tags, extend: Any = lambda values: "") -> Any:
         """Write an evaluation's metrics, which are equal on all ranks; only rank 0 writes. First
-        calls extend(values), which may add to `values`; returns its result.
+        calls extend(values), the task's callback: it may add values; returns what it returns.
         """
         if not values:
             return ""
@@ -202,15 +202,15 @@ class Metrics:
 
     @property
     def last_logged(self) -> dict[str, Any]:
-        """The latest log step's "step" and global tags. Before this process's first log step, those
-        of the last such line that a resume keeps in metrics.jsonl, on rank 0; else {}.
+        """The latest log step's "step" and global tags. Before this process's first log step: on
+        rank 0 the last log step's line that a resume has kept in metrics.jsonl, else {}.
         """
         if self.last is not None:
             return {"step": self.last.step, **self.last.global_tags()}
         return self._jsonl.last if self._jsonl is not None else {}
 
     def rank_table(self) -> list[Tags]:
-        """Each rank's tags, averaged over this process's log steps; without any, as last logged."""
+        """Each rank's tags, by its sums over this process's steps; without any, as last logged."""
         if self.last is None:
             return self.last_logged.get("ranks", [])  # type: ignore[no-any-return]
         table = self.last.table.copy()
@@ -218,7 +218,7 @@ class Metrics:
         row = LogRow(self.last.step, table)
         return replace(row, observed=self._observers.tell("rank_tags", row)).tags_of_ranks()
 
-    def close_files(self) -> None:
+    def close_files(self) -> None:  # metrics.jsonl is closed after each line
         if self._tensorboard is not None:
             self._tensorboard.close()
 
