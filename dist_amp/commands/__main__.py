@@ -85,10 +85,9 @@ def check_early(words: Sequence[str], has_options: bool) -> None:
         starts = [at for at, word in enumerate(words) if re.match(r"--(config|.*\.)", word)]
         ends = [at for at, word in enumerate(words) if word.startswith(("-m", "--module"))]
         words = words[min(starts, default=len(words)) : min(ends, default=len(words))]
-    settings = collect(words)
     settings = {
         key: setting
-        for key, setting in settings.items()
+        for key, setting in collect(words).items()
         if not key.startswith("task.args.") and ("." in key or not has_options)
     }
     try:

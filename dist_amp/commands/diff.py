@@ -341,11 +341,8 @@ def text_of_event(event: Event, a: Sequence[Event], b: Sequence[Event]) -> str:
     text = "the loss of the model" if event.kind == "loss" else f"the forward of {module}"
     # The first differing operation of this module, or of the task's own code in loss_sum.
     place = ("op", event.module, event.micro_batch)
-    operations = []
-    for events in (a, b):
-        inside = [each for each in events if (each.kind, each.module, each.micro_batch) == place]
-        operations.append(inside)
-    if pair := first_difference(operations[0], operations[1]):
+    operations = [each for each in a if (each.kind, each.module, each.micro_batch) == place]
+    if pair := first_difference(operations, b):
         text += f", {pair[0].name}"
     return text
 

@@ -101,13 +101,9 @@ def model_parser(prog: str, description: str | None, metavar: str) -> Parser:
     """A parser for a path, which the help calls `metavar`, and for --weights."""
     parser = Parser(prog, description)
     parser.add_argument("path", type=Path, metavar=metavar, help="give it before any setting")
-    parser.add_argument(
-        "--weights",
-        default="auto",
-        choices=("auto", "model"),
-        help="auto: the parameters' moving average, if the checkpoint has one; model: the "
-        "parameters themselves",
-    )
+    text = "auto: the parameters' moving average, if the checkpoint has one; model: the "
+    text += "parameters themselves"
+    parser.add_argument("--weights", default="auto", choices=("auto", "model"), help=text)
     return parser
 
 

@@ -50,16 +50,13 @@ from dist_amp.distributed.process import LAUNCHER, cpu_cores
 from dist_amp.distributed.rendezvous import loopback_listener
 from dist_amp.errors import ConfigError, Failure, first_line, in_one_line
 from dist_amp.settings import Config
-from dist_amp.supervise.command_line import exit_status
+from dist_amp.supervise.command_line import command
 
 TRAIN = "dist_amp.train"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run, argv, BEFORE_RANKS)
-
-
-def run(argv: Sequence[str]) -> int:
+@command(BEFORE_RANKS)
+def main(argv: Sequence[str]) -> int:
     options, module, words = parse(argv)
     config = None
     if module == TRAIN:
@@ -106,7 +103,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
     for action in torchrun.get_args_parser()._actions:
         if action.option_strings and action.dest not in ("help", "module"):
             parser._add_action(action)
-    # `run` decides on the first two; `run_agent`, not torchrun, handles the signals that stop a
+    # `main` decides on the first two; `run_agent`, not torchrun, handles the signals that stop a
     # run. An option that the environment sets, as PET_NAME, keeps its value.
     defaults = {"nproc_per_node": "", "max_restarts": None, "signals_to_handle": "SIGUSR2"}
     for name, value in defaults.items():

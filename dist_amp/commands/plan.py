@@ -48,21 +48,13 @@ LARGEST = 2**16  # the search for the largest micro-batch ends here
 def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.plan", __doc__)
     ranks = torch.cuda.device_count() or RANKS_PER_MACHINE
-    parser.add_argument(
-        "--world_size", type=int, default=ranks, help="ranks; default: this machine's GPUs, or 8"
-    )
-    parser.add_argument("--device", choices=DEVICES, help="the GPU model: its memory and speed")
-    parser.add_argument(
-        "--device_memory_GiB", type=float, default=0, help="memory per rank; default: the device's"
-    )
-    parser.add_argument(
-        "--largest_micro_batch",
-        action="store_true",
-        help="find the largest train.micro_batch_size that fits",
-    )
-    parser.add_argument(
-        "--over_ranks", action="store_true", help="a table over 8, 64, 512 and 4,096 ranks"
-    )
+    add = parser.add_argument
+    add("--world_size", type=int, default=ranks, help="ranks; default: this machine's GPUs, or 8")
+    add("--device", choices=DEVICES, help="the GPU model: its memory and speed")
+    add("--device_memory_GiB", type=float, default=0, help="memory per rank; default: the device's")
+    text = "find the largest train.micro_batch_size that fits"
+    add("--largest_micro_batch", action="store_true", help=text)
+    add("--over_ranks", action="store_true", help="a table over 8, 64, 512 and 4,096 ranks")
     options, words = parser.parse_known_args(argv)
     if options.world_size < 1:
         raise ConfigError(f"--world_size={options.world_size} must be at least 1")
@@ -78,17 +70,17 @@ def main(argv: Sequence[str]) -> None:
             "depends"
         )
     plans, problems = compare(job)
-    text = [*facts(job), "", *table(plans, job.memory), "", *problems]
+    lines = [*facts(job), "", *table(plans, job.memory), "", *problems]
     if job.strategy:
-        text.append("* what this config runs")
+        lines.append("* what this config runs")
     if not any(plan.fits for plan in plans):
-        text.append(f"nothing fits into {100 * USABLE:.0f} % of the device; use more ranks")
+        lines.append(f"nothing fits into {100 * USABLE:.0f} % of the device; use more ranks")
     if options.largest_micro_batch:
-        text.append(f"largest train.micro_batch_size that fits: {largest_micro_batch(job)}")
+        lines.append(f"largest train.micro_batch_size that fits: {largest_micro_batch(job)}")
     if options.over_ranks:
         plans, problems = over_ranks(config, memory, gpu)
-        text += ["", *table(plans, job.memory), "", *problems]
-    print("\n".join(text))
+        lines += ["", *table(plans, job.memory), "", *problems]
+    print("\n".join(lines))
 
 
 # ---- the plan
@@ -147,14 +139,13 @@ def compare(job: Job) -> tuple[list[StrategyPlan], list[str]]:
         is_chosen = name == job.strategy
         try:
             plan = simulate(replace(job, strategy=name))
+            if is_chosen:
+                plan.name += " *"
+            plans.append(plan)
         except Failure as error:
             if is_chosen:
                 raise
             problems.append(f"{name}: not possible: {first_line(error)}")
-            continue
-        if is_chosen:
-            plan.name += " *"
-        plans.append(plan)
     if not plans:
         raise DataError(problems[0])
     return plans, problems
@@ -169,11 +160,10 @@ def over_ranks(
     for ranks in MANY_RANKS:
         try:
             plan = simulate(make_job(config, ranks, memory, gpu))
+            plan.name = f"{ranks:,} x {plan.name}"
+            plans.append(plan)
         except Failure as error:
             problems.append(f"{ranks:,} ranks: not possible: {first_line(error)}")
-            continue
-        plan.name = f"{ranks:,} x {plan.name}"
-        plans.append(plan)
     return plans, problems
 
 

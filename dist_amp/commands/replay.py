@@ -142,8 +142,7 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
             manifest = read_manifest(path)
             ranks, device = manifest.world_size, manifest.device
             break
-    single = on_one_process(config, ranks)
-    run = build_run(single, world, resumes=checkpoint is not None)
+    run = build_run(on_one_process(config, ranks), world, resumes=checkpoint is not None)
     if checkpoint is not None:
         load(run, checkpoint)
     reasons = []

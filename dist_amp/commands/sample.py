@@ -71,10 +71,8 @@ def show(sample: Any) -> None:
     if isinstance(pixels, str):
         print(printable(pixels))
         return
-    height, width, channels = pixels.shape
-    if channels == 1:
-        pixels = pixels[..., 0]
-    Image.fromarray(pixels.numpy()).save(IMAGE)
+    height, width, _ = pixels.shape
+    Image.fromarray(pixels.squeeze(2).numpy()).save(IMAGE)  # grey images are [H, W]
     print(f"{IMAGE.resolve()}: {width} x {height} pixels")
 
 

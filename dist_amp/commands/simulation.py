@@ -33,7 +33,7 @@ from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Shard
 from dist_amp.precision import DTYPES
 from dist_amp.run import assemble, lay_out
-from dist_amp.scaling.meta import like, register_fused_updates
+from dist_amp.scaling.meta import materialise, register_fused_updates
 from dist_amp.settings import Config, Strategy
 from dist_amp.step import Run, train_step
 from dist_amp.task import Task, attributes_of
@@ -117,7 +117,11 @@ def simulate(job: Job) -> StrategyPlan:
         if on_gpu:
             modes.enter_context(as_on_gpu())
         try:
-            make_fake(module)
+            # All parameters and buffers become fake ones; tied ones stay tied.
+            materialise(module, torch.device("cpu"), only_meta=False)
+            for part in module.modules():
+                for name, buffer in list(part.named_buffers(recurse=False)):
+                    part._buffers[name] = fake_like(buffer)
             # Parameters that the task itself keeps, such as a teacher's, take memory as well.
             kept = tree_iter(attributes_of(job.task, job.module))
             beside_model = [fake_like(leaf) for leaf in kept if isinstance(leaf, nn.Parameter)]
@@ -160,18 +164,6 @@ def simulate(job: Job) -> StrategyPlan:
 
 def fake_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu")
-
-
-def make_fake(module: nn.Module) -> None:
-    """Under FakeTensorMode, replace parameters and buffers by fake ones; tied ones stay tied."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in made:
-                made[parameter] = like(parameter, fake_like(parameter))
-            setattr(part, name, made[parameter])
-        for name, buffer in list(part.named_buffers(recurse=False)):
-            part._buffers[name] = fake_like(buffer)
 
 
 def imagined_run(job: Job, module: nn.Module) -> Run:

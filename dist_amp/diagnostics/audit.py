@@ -81,7 +81,9 @@ class Audit(Observer):
         with run.parallel.no_side_effects():
             micro_batch = number * run.world.world_size + rank
             seed_micro_batch(run.config.run.seed, run.step, micro_batch)
-            _, events = recorded_backward(run, run.task, batch, factor, hash_first, ())
+            _, events = recorded_backward(
+                run, run.task, batch, factor, lambda values: hash_tensor(values[0]), ()
+            )
         by_name = {event.name: event.values for event in events}  # "": the loss
         zero = torch.zeros((), dtype=torch.int64, device=device)
         gradients = [by_name.get(name, zero) for name in self._trained]
@@ -111,10 +113,6 @@ class Audit(Observer):
             "dist_amp.verify --bit_exact fails for this task on other machines too, the hardware "
             "is not at fault: the task is not deterministic"
         )
-
-
-def hash_first(values: Sequence[Tensor]) -> Tensor:
-    return hash_tensor(values[0])
 
 
 def check_settings(config: Config, world: World) -> None:
@@ -166,10 +164,9 @@ def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str
     is_majority = 2 * count > len(values)
     if (unsteady and other_samples) or (len(unsteady) == 2 and not is_majority):
         return ""  # random draws in the task are more likely than faulty hardware
-    pairs = zip(ranks, values, strict=True)
     wrong = unsteady
     if is_majority:
-        wrong = {rank for rank, value in pairs if value != likely}
+        wrong = {rank for rank, value in zip(ranks, values, strict=True) if value != likely}
     if not wrong:
         return "which rank is wrong can't be told: no result has a majority"
     return f"faulty: {', '.join(f'rank {rank} ({places[rank]})' for rank in sorted(wrong))}"

@@ -20,7 +20,6 @@ class Limits(Observer):
         self._start_of_skips = start_of_skips
 
     def on_log(self, row: LogRow) -> None:
-        precision = self._config.precision
         # An infinite weight shows only in the sum: in an interval without steps, min_weight is inf.
         weight = math.inf if row["weight_sum"] == math.inf else row["min_weight"]
         if row["weight_sum"] == math.inf or not weight > 0:
@@ -31,7 +30,7 @@ class Limits(Observer):
                 "--run.allow_config_change true, or return max(1, weight) from weight(batch), so "
                 "that a step without labels has loss 0"
             )
-        if precision.name == "fp16" and row["loss_scale"] < MIN_SCALE:
+        if self._config.precision.name == "fp16" and row["loss_scale"] < MIN_SCALE:
             raise NumericsError(
                 f"the loss scale fell to {row['loss_scale']:g} by step {row.step}, below "
                 f"{MIN_SCALE:g}: gradients are infinite or nan at any scale; try "

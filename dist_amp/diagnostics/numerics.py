@@ -68,8 +68,7 @@ class Numerics(Observer):
         if not (run.config.debug.numerics and is_log_step):
             return
         with run.world.clock.hold("diagnostics"):
-            tags = self._underflow(micro_batches) if run.scaler.scales else {}
-        self.measured[step] = tags
+            self.measured[step] = self._underflow(micro_batches) if run.scaler.scales else {}
         self._lost_shares: dict[str, float] = {}
         self._hooks = [
             run.optimizer.register_step_pre_hook(self._keep_parameters),

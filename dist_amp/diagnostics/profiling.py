@@ -62,14 +62,13 @@ class Profile(Observer):
             if run.world.world_size == 1 or run.world.device.type == "cpu":
                 with suppress(Exception):
                     self._profiler.stop()
-        elif run.step < self.first:
-            self._profiler.stop()
+            return
+        self._profiler.stop()
+        if run.step < self.first:
             run.world.warn(
                 f"debug.profile={run.config.debug.profile} recorded nothing: the run ended after "
                 f"step {run.step}, and step {self.first} would have been the first; take more steps"
             )
-        else:
-            self._profiler.stop()
 
     def _write(self, profiler: profile) -> None:
         """Write the trace and the table. The profiler calls it after the last recorded step."""

@@ -92,20 +92,16 @@ class Recorder:
         return getattr(self.task, name)
 
     def __enter__(self) -> Self:
-        for name, parameter in self._model.named_parameters():
-            self._names[id(parameter)] = clean_name(name)
+        self._name_parameters("", self._model, ())
+        add = self._hooks.enter_context
         module: nn.Module
         for name, module in self._model.named_modules():
             if isinstance(module, FSDPModule):
-                self._hooks.enter_context(
-                    module.register_forward_pre_hook(partial(self._name_parameters, name))
-                )
+                add(module.register_forward_pre_hook(partial(self._name_parameters, name)))
             if "forward" in self._kinds or "op" in self._kinds:
                 enter = partial(self._enter_module, clean_name(name))
-                self._hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
-                self._hooks.enter_context(
-                    module.register_forward_hook(self._leave_module, always_call=True)
-                )
+                add(module.register_forward_pre_hook(enter, with_kwargs=True))
+                add(module.register_forward_hook(self._leave_module, always_call=True))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -172,7 +168,7 @@ class Recorder:
                 self._add("op", module, output, name, inputs)
 
     def _name_parameters(self, prefix: str, module: nn.Module, args: Any) -> None:
-        """Runs before an FSDP2 unit's forward, which uses newly gathered parameter tensors."""
+        """Also runs before an FSDP2 unit's forward, which uses newly gathered parameter tensors."""
         for name, parameter in module.named_parameters(prefix):
             self._names[id(parameter)] = clean_name(name)
 

@@ -26,9 +26,7 @@ class Ema:
     def __init__(self, module: nn.Module, decay: float, say: Callable[[str], object] = print):
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._fsdp_units = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        self.tensors = {
-            name: parameter.detach().float().clone() for name, parameter in self._parameters.items()
-        }
+        self.tensors = {name: p.detach().float().clone() for name, p in self._parameters.items()}
         self._averages = [local(average) for average in self.tensors.values()]
         self._say = say
         self._weight = torch.tensor(1 - decay, device=self._averages[0].device)

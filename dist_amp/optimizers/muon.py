@@ -187,12 +187,9 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[Group]:
     groups: list[Group] = [
         {"name": "hidden matrices", "params": hidden, "use_muon": True},
         {"name": "matrices", "params": other_matrices, "use_muon": False},
-        {"name": "vectors", "params": vectors, "use_muon": False},
+        {"name": "vectors", "params": vectors, "use_muon": False, "weight_decay": 0.0},
     ]
-    for group in groups:
-        group["weight_decay"] = weight_decay
-    groups[-1]["weight_decay"] = 0.0
-    return [group for group in groups if group["params"]]
+    return [{"weight_decay": weight_decay, **group} for group in groups if group["params"]]
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:

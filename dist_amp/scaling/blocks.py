@@ -57,12 +57,11 @@ def outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if block not in inside]
 
 
-def units_of(task: Task, module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+def units_of(task: Task, module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that FSDP2 gathers one by one, in the model's order: blocks and the task's units.
 
     Tied weights are gathered with the root. Raises DataError for a unit that FSDP2 can't use.
     """
-    blocks = list(blocks)
     units: list[nn.Module] = list(task.units(module)) if hasattr(task, "units") else []
     inside_blocks = {part for block in blocks for part in block.modules()}
     shared = shared_parameters(module, units)

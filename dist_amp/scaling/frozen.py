@@ -77,7 +77,6 @@ class FrozenBase:
 
     def __init__(self, module: nn.Module, world: World, replicas: int):
         """Create it before a checkpoint is loaded. replicas: how many copies the ranks hold."""
-        self._module = module
         self._world = world
         self._replicas = replicas
         self._frozen = frozen_parameters(module)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -60,19 +61,16 @@ def parameters_on_meta() -> Iterator[None]:
             param = param.on_meta
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(nn.Module, "register_parameter", register_on_meta):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def materialise(module: nn.Module, device: torch.device) -> nn.Module:
+def materialise(module: nn.Module, device: torch.device, only_meta: bool = True) -> nn.Module:
     """Allocate the module's meta parameters on the device, uninitialised; return the module."""
     allocated: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, old in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            if old.is_meta:
+            if old.is_meta or not only_meta:
                 if id(old) not in allocated:
                     allocated[id(old)] = like(old, torch.empty_like(old, device=device))
                 setattr(part, name, allocated[id(old)])
@@ -194,8 +192,7 @@ def placement(module: nn.Module, world: World) -> Callable[[nn.Module], None]:
     """Returns place(part), which allocates part of the model on the device and, if only rank 0 has
     weights, broadcasts them. Every rank must call `placement` and `place`.
     """
-    on_meta = any(p.is_meta for p in module.parameters())
-    on_meta_by_rank = world.gather(on_meta)
+    on_meta_by_rank = world.gather(any(p.is_meta for p in module.parameters()))
     from_rank_0 = any(on_meta_by_rank) and not on_meta_by_rank[0]
 
     @torch.no_grad()

@@ -32,7 +32,6 @@ from dist_amp.tasks.packed_attention import Documents, PackedAttention, attend
 from dist_amp.tasks.pretrained import load_pretrained
 
 Length = Annotated[int, Ge(2)]  # tokens in a sample, at most
-Rank = Annotated[int, Ge(0)]  # of LoRA's adapters
 # Model types whose forward passes keyword arguments on to causal attention, some with a window.
 PLAIN = ("gemma", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 ATTENTION = "dist_amp"  # the name under which transformers knows `attention`
@@ -167,7 +166,7 @@ class FineTuning:
 
     data: DataConfig
     model: str
-    lora_rank: Rank = field(default=0, kw_only=True)
+    lora_rank: Annotated[int, Ge(0)] = field(default=0, kw_only=True)
     lora_targets: str = field(default="all-linear", kw_only=True)
     new_head: ClassVar[bool] = False
     processor: Any = field(init=False, repr=False)  # a tokenizer or image processor

@@ -137,8 +137,7 @@ def as_published(model: nn.Module) -> None:
             if part.generation_config.to_diff_dict() == derived.to_diff_dict():
                 stay_local_without_network()
                 with suppress(OSError):  # not every model has such a file
-                    saved = GenerationConfig.from_pretrained(config.name_or_path)
-                    part.generation_config = saved
+                    part.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
 
 
 def empty_twin(base: Any) -> Any:

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,9 +27,7 @@ RETRY_SECONDS = 10.0  # between attempts, since each creates a file and a thread
 class JsonlWriter:
     """metrics.jsonl: a line per logged step; lines that can't be written are retried later."""
 
-    def __init__(
-        self, path: Path, step: int, warn: Warn = warnings.warn, is_evaluated: bool = True
-    ):
+    def __init__(self, path: Path, step: int, warn: Warn, is_evaluated: bool = True):
         """step: the last one before this start; is_evaluated: whether its evaluation is done."""
         self.path = path
         self.last: dict[str, Any] = {}  # the last line of a log step that was in the file
@@ -80,7 +77,7 @@ class JsonlWriter:
 class TensorBoardWriter:
     """One rank's TensorBoard folder. If it is full, removed or read-only, later writes retry."""
 
-    def __init__(self, path: Path, first_step: int, warn: Warn = warnings.warn):
+    def __init__(self, path: Path, first_step: int, warn: Warn):
         self._path = path
         # TensorBoard hides events of an earlier start from this step on: these steps are repeated.
         self._purge_step: int | None = first_step

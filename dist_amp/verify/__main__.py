@@ -66,26 +66,15 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns (this command's options, the arguments that are settings of dist_amp.train)."""
     parser = Parser("python -m dist_amp.verify", __doc__, EPILOG)
-    parser.add_argument(
-        "--world_sizes",
-        type=numbers_of_ranks,
-        default="1,2,4",
-        help="numbers of ranks; default 1,2,4",
-    )
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: all")
-    parser.add_argument(
-        "--precisions", default=",".join(PRECISIONS), help="default: all; fp16 is slow on a CPU"
-    )
-    parser.add_argument(
-        "--dtypes",
-        action="store_true",
-        help="only print the dtype in which autocast computes each module",
-    )
-    parser.add_argument(
-        "--bit_exact",
-        action="store_true",
-        help="compare all combinations bit for bit, with parallel.bit_exact=true",
-    )
+    add = parser.add_argument
+    text = "numbers of ranks; default 1,2,4"
+    add("--world_sizes", type=numbers_of_ranks, default="1,2,4", help=text)
+    add("--strategies", default=",".join(STRATEGIES), help="default: all")
+    add("--precisions", default=",".join(PRECISIONS), help="default: all; fp16 is slow on a CPU")
+    text = "only print the dtype in which autocast computes each module"
+    add("--dtypes", action="store_true", help=text)
+    text = "compare all combinations bit for bit, with parallel.bit_exact=true"
+    add("--bit_exact", action="store_true", help=text)
     options, rest = parser.parse_known_args(argv)
     for name, known in (("strategies", STRATEGIES), ("precisions", PRECISIONS)):
         words = getattr(options, name).split(",")

@@ -69,7 +69,6 @@ def trace_of_step(run: Run, position: int) -> list[Event]:
     """All ranks' events of the step that starts at this sample; the same on every rank."""
     micro_batches = [batch for batch, _ in run.data.at(position)]
     report, events = recorded_step(run, micro_batches, hash_whole, ("forward", "update"))
-    updates = [event for event in events if event.kind == "update"]
     own = []
     for event in events:
         event.callers = ()  # not needed by other ranks
@@ -79,7 +78,7 @@ def trace_of_step(run: Run, position: int) -> list[Event]:
             own.append(event)
     forwards = [event for events in run.world.gather(own) for event in events]
     step = sorted(forwards, key=lambda event: event.micro_batch)
-    step += updates
+    step += [event for event in events if event.kind == "update"]
     step.append(Event("update", "", hash_whole([report.norm])))
     for name, parameter in run.parallel.module.named_parameters():
         step.append(Event("parameter", "", hash_whole([parameter]), clean_name(name)))

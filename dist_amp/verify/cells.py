@@ -100,7 +100,6 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
     """The user's config with the cell's settings; in fp16, the loss scale grows every two steps."""
     user = reference.config
     scaled = reference.hyperparameters
-    accumulate_reduce = user.parallel.accumulate_reduce
     use_amp = cell.precision != "fp32"
     dtype: Any = cell.precision if use_amp else "auto"
     has_policy = use_amp and cell.strategy in ("fsdp", "hsdp")
@@ -122,7 +121,7 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
         parallel=ParallelConfig(
             cell.strategy,
             user.parallel.replicas,
-            accumulate_reduce="every" if accumulate_reduce == "every" else "last",
+            accumulate_reduce="every" if user.parallel.accumulate_reduce == "every" else "last",
             activation_checkpointing=user.parallel.activation_checkpointing,
         ),
         train=TrainConfig(

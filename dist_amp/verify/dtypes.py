@@ -102,9 +102,8 @@ def table_of(model: nn.Module, events: Sequence[Event]) -> tuple[list[tuple[str,
             costly.append(f"  {place or '(model)'}: {name} in {' '.join(dtypes)}")
         elif not MOVES.fullmatch(name):
             cells[place, "other"] |= dtypes
-    rows: list[tuple[str, ...]] = [
-        ("module", "class", "inputs", "weights", "computed in", "outputs")
-    ]
+    header = ("module", "class", "inputs", "weights", "computed in", "outputs")
+    rows: list[tuple[str, ...]] = [header]
     for name, module in model.named_modules():
         place = clean_name(name)
         weights = list(module.parameters(recurse=False))
