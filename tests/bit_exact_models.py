@@ -14,8 +14,6 @@ WIDTH, TOKENS = 13, 37
 class Blocks(Tiny):
     """Odd sizes, dropout, masks of other lengths per sample, two stacks of blocks, tied weights."""
 
-    rows = Rows
-
     def __init__(self, samples: int = 75):
         super().__init__(samples=samples)
 

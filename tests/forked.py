@@ -168,12 +168,17 @@ class Launch:
                 process.kill()
 
     def start_each(self, ranks: int, *args: object, **environment: str) -> list[Forked]:
+        """Of a rank's variables, "{rank}" is its number."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
-        numbers = map(str, range(ranks))
-        return [self.start(0, *args, RANK=rank, LOCAL_RANK=rank, **world) for rank in numbers]
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        world |= {"RANK": "{rank}", "LOCAL_RANK": "{rank}", **environment}
+        of_ranks = [
+            {name: text.replace("{rank}", str(rank)) for name, text in world.items()}
+            for rank in range(ranks)
+        ]
+        return [self.start(0, *args, **variables) for variables in of_ranks]
 
 
 def finish(process, timeout: float) -> subprocess.CompletedProcess:

@@ -31,6 +31,8 @@ class EndsItsReader(Rows):
 class Tiny:
     """Fit a smooth function. Batch: x [B, 8], y [B], counts [B]: ones, unless `uneven`."""
 
+    rows = Rows
+
     def __init__(self, samples: int = 64, uneven: bool = False, depth: int = 2, seed: int = 0):
         self.samples = samples
         self.uneven = uneven
@@ -47,7 +49,7 @@ class Tiny:
         counts = torch.ones(self.samples)
         if self.uneven:  # what a mask does: samples that count for 0 to 3
             counts = torch.randint(0, 4, (self.samples,), generator=generator).float()
-        return Rows(x=x, y=x.sum(1).sin(), counts=counts)
+        return self.rows(x=x, y=x.sum(1).sin(), counts=counts)
 
     def loss_sum(self, model, batch):
         error = F.mse_loss(model(batch["x"]).float().squeeze(-1), batch["y"], reduction="none")
@@ -133,15 +135,8 @@ class VectorLoss(Tiny):
         return model(batch["x"]).squeeze(-1)
 
 
-class LacksWeight:
-    def build_model(self):
-        return nn.Linear(1, 1)
-
-    def build_dataset(self, split):
-        return []
-
-    def loss_sum(self, model, batch):
-        return torch.zeros(())
+class LacksWeight(Tiny):
+    weight = None
 
 
 class NeedsName(Tiny):
@@ -246,3 +241,10 @@ def moments_of(run):
     """Every tensor of the optimizer's state, in the order of the parameters."""
     state = run.optimizer.state
     return [whole(value) for p in run.parallel.parameters for value in state[p].values()]
+
+
+def state_of(run):
+    """All that a step changes, on this rank; not the process's generators."""
+    buffers = [buffer.clone() for buffer in run.parallel.module.buffers()]
+    tensors = [*parameters_of(run).values(), *buffers, *moments_of(run)]
+    return [*tensors, run.schedule.counters.clone(), run.scaler.scale_tensor.clone()]

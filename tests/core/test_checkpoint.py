@@ -7,23 +7,10 @@ import torch
 from messages import message_of
 from ranks import on_ranks
 from test_script_run import same
-from tiny import (
-    Changed,
-    Overflow,
-    Rows,
-    Tiny,
-    log_row,
-    make_run,
-    moments_of,
-    parameters_of,
-    save,
-    take_steps,
-    variant,
-)
+from tiny import Changed, Overflow, Tiny, log_row, make_run, save, state_of, take_steps, variant
 from torch import nn
 
 from dist_amp.checkpoint.compatibility import dataset_hash
-from dist_amp.errors import DataError
 from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "fsdp"), (4, "hsdp")]
@@ -71,13 +58,6 @@ def settings(folder, strategy, dtype, *more):
     return [*words, *more]
 
 
-def state_of(run):
-    """All that a step changes, on this rank; not the process's generators."""
-    buffers = [buffer.clone() for buffer in run.parallel.module.buffers()]
-    tensors = [*parameters_of(run).values(), *buffers, *moments_of(run)]
-    return [*tensors, run.schedule.counters.clone(), run.scaler.scale_tensor.clone()]
-
-
 def steps_of(run, count):
     """The world's loss in each of so many steps, and over each three; the samples of each."""
     losses, samples = [], []
@@ -121,12 +101,6 @@ def saved_or_resumed(world, strategy, folder, dtype, is_same):
     return facts
 
 
-def on_layout(layout, *args):
-    if layout == (1, "single"):
-        return [saved_or_resumed(World(), "single", *args)]
-    return on_ranks(layout[0], saved_or_resumed, layout[1], *args)
-
-
 SHARDED = (2, "fsdp")
 # (who saves, who resumes, dtype): each strategy and dtype at least once; the whole product is slow.
 ALWAYS = {
@@ -148,8 +122,8 @@ def test_a_resumed_run_is_bit_identical_and_on_another_layout_goes_on_with_the_s
     tmp_path, saver, reader, dtype
 ):
     is_same = saver == reader
-    saved = on_layout(saver, tmp_path, dtype, is_same)
-    resumed = on_layout(reader, tmp_path, dtype, is_same)
+    saved = on_ranks(saver[0], saved_or_resumed, saver[1], tmp_path, dtype, is_same)
+    resumed = on_ranks(reader[0], saved_or_resumed, reader[1], tmp_path, dtype, is_same)
     if is_same:
         for own, before in zip(resumed, saved, strict=True):
             assert same(list(own), list(before))
@@ -212,9 +186,7 @@ def test_resume_takes_a_checkpoint_or_a_run_and_refuses_what_is_neither_or_is_ol
     refused += [(tmp_path / "empty", "empty is not a checkpoint")]
     refused += [(older, "is older than step_00000002 next to it; resume it in a new --run.dir")]
     for path, said in refused:
-        with pytest.raises(DataError, match=said) as error:
-            resumed(first if path == older else new, path)
-        assert error.value.exit_code == 65
+        assert said in message_of(65, resumed, first if path == older else new, path)
     run = resumed(new, older)
     take_steps(run, 3)
     save(run)
@@ -256,11 +228,7 @@ def first_layer(width, bias=True):
     return lambda model: model[0].__setitem__(0, nn.Linear(8, width, bias=bias))
 
 
-def with_another_layer(model):
-    model.append(nn.Linear(1, 1, bias=False))
-
-
-LAYER = Changed(with_another_layer)
+LAYER = Changed(lambda model: model.append(nn.Linear(1, 1, bias=False)))
 FEWER, WIDER = Changed(first_layer(8, bias=False)), Changed(first_layer(16))
 GROUPS = "{'adamw matrices': 3, 'adamw vectors': 3}, here {'sgd matrices': 3, 'sgd vectors': 3}"
 REFUSED = [  # (exit status, settings, task, what is said)
@@ -337,7 +305,7 @@ def test_the_fingerprint_knows_values_types_and_columns(change):
     assert before == again != changed
 
 
-class Unreadable(Rows):
+class Unreadable(Tiny.rows):
     def __getitem__(self, index):
         if index == 63:
             raise OSError("truncated")
@@ -347,7 +315,7 @@ class Unreadable(Rows):
 def test_a_sample_that_cannot_be_read_ends_no_save_and_the_fingerprint_draws_no_random_numbers(
     tmp_path,
 ):
-    task = variant(build_dataset=lambda split: Unreadable(**Tiny().build_dataset(split).columns))
+    task = variant(rows=Unreadable)
     words = settings(tmp_path, "single", "fp32", "--data.shuffle", "false")
     run = make_run(World(), task, *words)
     take_steps(run, 1)

@@ -12,24 +12,9 @@ import torch
 from test_checkpoint import settings
 from tiny import Tiny, make_run, save, seal_again, take_steps
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
 
 from dist_amp.checkpoint import format
-from dist_amp.checkpoint.format import (
-    Reader,
-    all_checkpoints,
-    hash_files,
-    hashed_text,
-    integrity_error,
-    quarantine_after,
-    read_into,
-    read_manifest,
-)
+from dist_amp.checkpoint.format import all_checkpoints, integrity_error, quarantine_after
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
 
@@ -75,9 +60,9 @@ def rejection(checkpoint):
 
 
 def test_a_checkpoint_lists_all_its_files_with_sizes_and_hashes_and_holds_only_tensors(newest):
-    manifest = read_manifest(newest)
+    manifest = format.read_manifest(newest)
     assert manifest.files.keys() == {path.name for path in newest.iterdir()} - {"manifest.json"}
-    assert manifest.files == hash_files(newest / name for name in manifest.files)
+    assert manifest.files == format.hash_files(newest / name for name in manifest.files)
     assert (manifest.step, manifest.samples, manifest.world_size) == (2, 8, 1)
     assert (manifest.strategy, manifest.versions["torch"]) == ("single", torch.__version__)
     assert not integrity_error(newest)
@@ -153,7 +138,7 @@ def test_a_manifest_that_this_version_did_not_write_is_refused(newest, forged, s
     content = json.loads((newest / "manifest.json").read_text()) | forged
     content = {name: value for name, value in content.items() if value is not ...}
     del content["xxh3"]
-    (newest / "manifest.json").write_text(hashed_text(content))
+    (newest / "manifest.json").write_text(format.hashed_text(content))
     assert said in integrity_error(newest)
 
 
@@ -184,7 +169,7 @@ def replaced(**changes):
 def with_memory_format(owner, name):
     """What gives an enum's member by getattr, as some releases of Python pickle it."""
     state = torch.float64, torch.strided, False, Calls(getattr, (owner, name)), False
-    return replaced(properties=Calls(TensorProperties, (), state))
+    return replaced(properties=Calls(dcp_metadata.TensorProperties, (), state))
 
 
 def pointing_elsewhere(metadata):
@@ -214,7 +199,7 @@ def test_metadata_that_torch_would_not_write_is_refused(newest, change, said):
 
 def test_an_enums_member_is_read_as_every_release_of_python_pickles_it(newest):
     metadata = metadata_of(newest)
-    with_memory_format(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")(metadata)
+    with_memory_format(dcp_metadata._MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")(metadata)
     write_metadata(newest, metadata)
     assert resumed(newest.parent.parent).step == 2
 
@@ -245,15 +230,15 @@ def test_a_payload_is_refused_and_not_run(newest, tmp_path, where):
         place.relative_path, place.offset = "__0_9.distcp", 0
         place.length = (newest / "__0_9.distcp").stat().st_size
         if where == "entry as bytes":
-            index = MetadataIndex("counters")
-            metadata.state_dict_metadata["counters"] = BytesStorageMetadata()
+            index = dcp_metadata.MetadataIndex("counters")
+            metadata.state_dict_metadata["counters"] = dcp_metadata.BytesStorageMetadata()
         metadata.storage_data[index] = place
     write_metadata(newest, metadata)
     said = rejection(newest)
     assert ("is rejected: .metadata asks for posix.mkdir, " in said) == (where == "metadata")
     if where == "entry as bytes":  # torch's planner unpickles for such an entry whatever it finds
         with pytest.raises(BaseException, match="(?s)weights_only"):
-            read_into({"counters": "not a tensor"}, Reader(newest))
+            format.read_into({"counters": "not a tensor"}, format.Reader(newest))
     assert not mark.exists()
 
 

@@ -173,14 +173,11 @@ def test_a_wrong_file_is_named_with_the_key_and_value(tmp_path, text, said):
     assert said.format(path) in refusal("--config", path)
 
 
-def test_a_wrong_variable_of_the_environment_is_named():
+def test_a_wrong_variable_of_the_environment_is_named_and_the_launchers_are_no_settings():
     said = "unknown key train.step in the environment as DIST_AMP_TRAIN__STEP; did you mean train."
     assert said in refusal(DIST_AMP_TRAIN__STEP="1")
     message = refusal(DIST_AMP_RUN__SEED="x")
     assert message == "run.seed=x in the environment as DIST_AMP_RUN__SEED must be a valid integer"
-
-
-def test_the_launchers_variables_are_no_settings():
     names = ("PYTHON", "LAUNCHER", "CACHE", "METADATA", "FAILED_AT", "NNODES")
     assert load(**{f"DIST_AMP_{name}": "1" for name in names}) == load()
 

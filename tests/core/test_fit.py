@@ -46,13 +46,10 @@ class Stops(Noisy):
 
 
 def end_of(run):
-    return parameters_of(run), moments_of(run), run.scaler.state_dict(), losses_of(run.folder)
-
-
-def losses_of(folder):
-    rows = read_rows(folder / "metrics.jsonl")[0]
+    rows = read_rows(run.folder / "metrics.jsonl")[0]
     names = ("step", "train/loss", "train/grad_norm", "eval/loss", "train/tokens_seen")
-    return [{name: row[name] for name in names if name in row} for row in rows]
+    losses = [{name: row[name] for name in names if name in row} for row in rows]
+    return parameters_of(run), moments_of(run), run.scaler.state_dict(), losses
 
 
 def disturb(run):

@@ -2,7 +2,7 @@
 
 import os
 
-from tiny import Rows, Tiny, make_run, save, take_steps, variant
+from tiny import Rows, make_run, save, take_steps, variant
 
 from dist_amp.world import World
 
@@ -19,8 +19,7 @@ def test_a_resume_leaves_it_to_the_loaders_workers_to_open_a_datasets_file(tmp_p
     """A file that is open before they fork has one position for all of them."""
 
     def resumed(workers):
-        dataset = OpensAtFirstRead(**Tiny().build_dataset("train").columns)
-        task = variant(build_dataset=lambda split: dataset if split == "train" else None)
+        task = variant(rows=OpensAtFirstRead)
         words = ["--run.dir", tmp_path, "--run.resume", "auto", "--data.workers", workers]
         return make_run(World(), task, *words)
 

@@ -29,6 +29,16 @@ def sha1(tensors):
     return digest.hexdigest()
 
 
+def hashes_of(run):
+    """Of all that a run holds."""
+    return {
+        "parameters": sha1(parameters_of(run).values()),
+        "moments": sha1(moments_of(run)),
+        "average": sha1(whole(one) for one in average_of(run).values()),
+        "evaluation": evaluate(run)["loss"].hex(),
+    }
+
+
 def trace(world, task, strategy, steps, *words):
     """What each of `steps` steps logs, and hashes of all that the run holds then."""
     name, *replicas = strategy.split(" replicas=")
@@ -42,12 +52,7 @@ def trace(world, task, strategy, steps, *words):
         row = log_row(run)
         names = ("grad_norm", "lr", "loss_scale", "skipped_steps", "weight_sum")
         logged.append((row.loss.hex(), *(row[name].hex() for name in names)))
-    hashes = {
-        "parameters": sha1(parameters_of(run).values()),
-        "moments": sha1(moments_of(run)),
-        "average": sha1(whole(one) for one in average_of(run).values()),
-        "evaluation": evaluate(run)["loss"].hex(),
-    }
+    hashes = hashes_of(run)
     run.close()
     return logged, hashes
 

@@ -62,10 +62,6 @@ def out_of_memory(*args):
     raise RuntimeError(f"{allocating} 1000000 bytes. Error code 12")
 
 
-def too_large(model):
-    model.to = out_of_memory
-
-
 def explanation(call, run=None):
     with pytest.raises(RuntimeError) as caught:
         call()
@@ -75,7 +71,8 @@ def explanation(call, run=None):
 def test_what_did_not_fit_and_what_the_model_takes_are_named():
     text = explanation(out_of_memory)
     assert text.endswith("there was no model yet; use a smaller model")
-    text = explanation(lambda: make_run(World(), Changed(too_large)))
+    too_large = Changed(lambda model: vars(model).update(to=out_of_memory))
+    text = explanation(lambda: make_run(World(), too_large))
     assert "ran out of memory before the first step: asked for 976.56 KiB" in text
     state = "; parameters take 612 bytes, gradients 612 bytes, optimizer state 1.20 KiB; use a sma"
     assert state in text

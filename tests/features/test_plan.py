@@ -76,11 +76,13 @@ class Large(TiedWords):
 class Medium(Uneven):
     """Of 16.8 M parameters, whose activations are most of what a step with many samples takes."""
 
+    width = 1024
+
     def build_model(self):
-        blocks = [
-            nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(2)
-        ]
-        return nn.Sequential(nn.Linear(8, 1024), *blocks, nn.Linear(1024, 1))
+        width, wider = self.width, 4 * self.width
+        layers = ((nn.Linear(width, wider), nn.GELU(), nn.Linear(wider, width)) for _ in range(2))
+        blocks = [nn.Sequential(*each) for each in layers]
+        return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 1))
 
 
 class Taught(Tiny):

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
 import tomllib
@@ -21,7 +20,7 @@ from unittest.mock import patch
 
 import pytest
 import s3_server
-from forked import Launch, finish
+from forked import Launch
 from messages import message_of
 from ranks import on_ranks
 from tiny import Tiny, make_run
@@ -104,17 +103,11 @@ def is_released(bucket):
 # ---- a whole run ----
 
 
-def on_two_nodes(launch, *words, **environment):
+def on_two_nodes(launch, **environment):
     """A rank on each of two nodes, with disks of their own."""
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", **environment}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    node = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "DIST_AMP_CACHE": "node{rank}"}
     words = [*WORDS, *FSDP, "--run.dir", address_of(launch.folder)]
-    started = []
-    for rank in range(2):
-        node = {"RANK": str(rank), "DIST_AMP_CACHE": f"node{rank}"}
-        started.append(launch.start(0, *words, **node, **world))
-    done = [finish(process, 300) for process in started]
+    done = launch.each(2, *words, **node, **environment)
     return done[0].stdout, [process.returncode for process in done]
 
 
@@ -462,8 +455,7 @@ def test_of_two_that_start_at_once_the_last_to_write_gets_the_address(watched, m
         started.append(Claim(Store(watched.address), "", pytest.fail))
 
     monkeypatch.setattr(time, "sleep", start_another)
-    with pytest.raises(Failure, match="is in use by a live run"):
-        Claim(watched, "", pytest.fail)
+    assert "is in use by a live run" in message_of(1, Claim, watched, "", pytest.fail)
     started[0].renew()
 
 

@@ -415,11 +415,6 @@ def outcome(world, name, strategies=(), precisions=(), optimizers=("adamw",)):
     return failure, notes, causes, refused
 
 
-def skip_without_libraries(name):
-    if name not in ("experts", "brittle"):
-        pytest.importorskip("peft" if name == "lora" else "transformers")
-
-
 def all_cells(name, ranks):
     """(strategies, precisions, optimizers) in which a model is tried."""
     strategies, precisions, optimizers = ["ddp", "fsdp"], ["fp32", "bf16"], ["adamw"]
@@ -448,7 +443,8 @@ EVERY = [(name, ranks, *all_cells(name, ranks)) for name in SOUND for ranks in (
     ],
 )
 def test_no_sound_model_raises_a_false_alarm(name, ranks, strategies, precisions, optimizers):
-    skip_without_libraries(name)
+    if name not in ("experts", "brittle"):
+        pytest.importorskip("peft" if name == "lora" else "transformers")
     cells = strategies, precisions, optimizers
     results = on_ranks(ranks, outcome, name, *cells, timeout_seconds=900)
     failure, notes, causes, refused = results[0]

@@ -103,9 +103,9 @@ def test_the_line_says_in_which_collective_most_ranks_wait_and_first_for_whom_al
 # --- what each rank says of a collective that fails
 
 
-def watchdog_of(world, end=None, seconds=300.0):
+def watchdog_of(world, seconds=300.0):
     config = load_config(["--run.timeout_seconds", str(seconds)], environ={})
-    return Watchdog(Job(config, world), end)
+    return Watchdog(Job(config, world), end=None)
 
 
 def what_ranks_say(world, of_rank_1, error):

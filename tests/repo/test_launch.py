@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from chaos import LAYOUTS, Chaos, Process, as_options, differences, environment
 from conftest import ROOT
+from test_train import wait_for
 
 WORDS = {
     "train.steps": 150,
@@ -321,20 +322,13 @@ class Slurm:
         if len(self.daemons) > 1:
             self.ask("scancel", "--user=root", check=False)
             with suppress(AssertionError):
-                wait_for(lambda: not self.ask("squeue", "--noheader", check=False), 300)
+                wait_for(lambda: not self.ask("squeue", "--noheader", check=False), seconds=300)
         for daemon in reversed(self.daemons):
             daemon.terminate()
             try:
                 daemon.wait(300)
             except subprocess.TimeoutExpired:
                 daemon.kill()
-
-
-def wait_for(there, seconds=600.0):
-    deadline = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s"
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")

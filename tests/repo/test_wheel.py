@@ -12,10 +12,10 @@ import sys
 import built_wheel
 import pytest
 from conftest import ROOT
+from messages import message_of
 
 from dist_amp import files
 from dist_amp.config.load import collect, load_config
-from dist_amp.errors import ConfigError
 
 TASK = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
 # Only the size of the work; the last of equal options counts.
@@ -141,6 +141,5 @@ def test_an_installation_without_its_files_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "__file__", str(tmp_path / "site-packages/dist_amp/files.py"))
     monkeypatch.setattr(importlib.metadata, "files", lambda name: None)
     text = "is installed without configs/debug.toml and its other files; install its wheel"
-    with pytest.raises(ConfigError, match=text):
-        load_config(["--config", "demo"], {})
+    assert text in message_of(64, load_config, ["--config", "demo"], {})
     assert load_config([], {}).train.steps == 100

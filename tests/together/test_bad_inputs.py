@@ -96,11 +96,6 @@ class Killed(Rows):
         return super().__getitem__(index)
 
 
-def reads_from(rows):
-    """Tiny on rows of the given class."""
-    return variant(build_dataset=lambda split: rows(**Tiny().build_dataset(split).columns))
-
-
 class Classes(Tiny):
     """An embedding of 10 tokens, and 4 classes. Batch: token [B], label [B]."""
 
@@ -119,10 +114,6 @@ class Classes(Tiny):
 
     def loss_sum(self, model, batch):
         return F.cross_entropy(model(batch["token"]).float(), batch["label"], reduction="sum")
-
-
-def looks_for_input(model, batch):
-    return model(batch["input"]).sum()
 
 
 def five_steps(run):
@@ -165,13 +156,13 @@ IN_FOUR = ["--train.accumulation_steps", 4]
     [
         (BROKEN, [], five_steps, f"rank 0: sample 17 of the training split {UNREAD}"),
         (BROKEN, ONE_WORKER, evaluate, f"sample 17 of the validation split {UNREAD}"),
-        (reads_from(ManyAtOnce), [], evaluate, f"sample 17 of the validation split {UNREAD}"),
-        (reads_from(ManyAtOnce), ONE_WORKER, five_steps, f"17 of the training split {UNREAD}"),
+        (variant(rows=ManyAtOnce), [], evaluate, f"sample 17 of the validation split {UNREAD}"),
+        (variant(rows=ManyAtOnce), ONE_WORKER, five_steps, f"17 of the training split {UNREAD}"),
         (Torn(64, unreadable=(), odd=(18,)), ONE_WORKER, five_steps, RAGGED),
         (Classes(token=10), IN_FOUR, five_steps, f"{RANGE} training split: {INDEX}"),
         (Classes(token=10), [], evaluate, f"{RANGE} validation split: {INDEX}"),
         (Classes(label=9), [], five_steps, f"{RANGE} training split: Target 9 is out of bounds.; "),
-        (variant(loss_sum=looks_for_input), [], five_steps, OTHER_KEY),
+        (variant(loss_sum=lambda m, b: m(b["input"]).sum()), [], five_steps, OTHER_KEY),
     ],
 )
 def test_the_samples_that_a_step_fails_on_are_named(task, words, call, said):
@@ -211,7 +202,7 @@ def test_an_index_out_of_range_on_a_gpu_is_explained_and_another_error_stays_wha
 
 @pytest.mark.bad_input("a loader worker killed")
 def test_a_loader_worker_that_is_killed_is_named_with_rank_and_signal():
-    run = run_of(reads_from(Killed), *ONE_WORKER)
+    run = run_of(variant(rows=Killed), *ONE_WORKER)
     take_steps(run, 4)
     (worker,) = run.data._batches._workers
     received.set()

@@ -7,25 +7,15 @@ import test_verify
 import torch
 from bit_exact_models import Blocks, Crossed
 from messages import message_of
+from optimizer_runs import MAKERS
 from ranks import on_ranks
-from test_bit_exact import BF16, FP32, SETTINGS, compare, sha1
+from test_bit_exact import BF16, FP32, SETTINGS, compare, hashes_of
 from test_step_with_features import student_and_teacher
-from tiny import (
-    Tiny,
-    average_of,
-    log_row,
-    make_run,
-    moments_of,
-    parameters_of,
-    take_steps,
-    variant,
-    whole,
-)
+from tiny import Tiny, log_row, make_run, take_steps, variant
 from torch import nn
 
 from dist_amp.bit_exact import exact_config
 from dist_amp.settings import Config
-from dist_amp.step import evaluate
 from dist_amp.world import World
 
 verify = test_verify.verify  # a fixture
@@ -48,9 +38,7 @@ def continued(world, strategy, folder, steps, *words):
             row = log_row(run)
             logged.append((run.step, row.loss.hex(), row["grad_norm"].hex(), row["lr"].hex()))
     run.save()
-    average = [whole(tensor) for tensor in average_of(run).values()]
-    hashes = [sha1(part) for part in (parameters_of(run).values(), moments_of(run), average)]
-    hashes.append(evaluate(run)["loss"].hex())
+    hashes = hashes_of(run)
     run.close()
     return logged, hashes
 
@@ -72,7 +60,7 @@ def test_a_run_that_changes_ranks_and_strategy_ends_with_the_undisturbed_runs_bi
     tmp_path, words, parts
 ):
     alone = continued(World(), "single", tmp_path / "alone", parts[-1][-1], *words)
-    logged, hashes = [], ()
+    logged, hashes = [], {}
     for ranks, strategy, steps in parts:
         run = continued, strategy, tmp_path / "changing", steps, *words
         more, hashes = on_ranks(ranks, *run)[0]
@@ -85,10 +73,6 @@ class Normed(Tiny):
         return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
-def fused(groups, lr):
-    return torch.optim.AdamW(groups, lr=lr, fused=True)
-
-
 @pytest.mark.bad_input("`parallel.bit_exact` with ranks, settings or a task that can't be exact")
 @pytest.mark.parametrize(
     ("task", "words", "said"),
@@ -98,7 +82,7 @@ def fused(groups, lr):
         (Tiny(), ["--compile.mode", "max-autotune"], "compile.mode=max-autotune: .*; use default"),
         (Normed(), [], r'module "1" \(BatchNorm1d\) keeps statistics of each.*; use GroupNorm'),
         (variant(couples_samples=True), [], "the task has couples_samples=True"),
-        (variant(optimizer=fused), [], "the task's optimizer is fused"),
+        (variant(optimizer=MAKERS["fused adamw"]), [], "the task's optimizer is fused"),
         (variant(build_model=student_and_teacher), [], "forward changes teacher.weight in each"),
     ],
 )

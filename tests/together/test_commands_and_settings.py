@@ -5,13 +5,11 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
-from forked import finish
 from reference import reference
 from test_config import load, values
 from test_schema import problems
@@ -186,14 +184,8 @@ def test_a_doctor_of_two_ranks_is_printed_by_rank_0(launch):
     """With the variables that every launcher sets. One has been restarted: in an elastic run each
     machine counts its own restarts, and the ranks must meet all the same.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "module": "dist_amp.doctor"}
-    started = [
-        launch.start(0, RANK=rank, LOCAL_RANK=rank, TORCHELASTIC_RESTART_COUNT=rank, **place)
-        for rank in "01"
-    ]
-    first, second = [finish(process, 120) for process in started]
+    doctor = {"module": "dist_amp.doctor", "TORCHELASTIC_RESTART_COUNT": "{rank}"}
+    first, second = launch.each(2, timeout=120, **doctor)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert second.stdout == ""
     for text in ("all-reduce .* GB/s bus bandwidth with 4 MiB; ", "links in a machine", "matmul"):

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Overflow, Tiny, WithNoise, make_run, moments_of, parameters_of, take_steps
+from tiny import Overflow, Tiny, WithNoise, make_run, state_of, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.state import load
@@ -53,8 +53,7 @@ def final_state(world, task, words):
         train(run, stop)
     run.data.close()
     assert all(p.grad is None for p in run.parallel.parameters)
-    tensors = [*parameters_of(run).values(), *moments_of(run), *run.parallel.module.buffers()]
-    tensors += [run.scaler.scale_tensor, run.schedule.counters, torch.get_rng_state()]
+    tensors = [*state_of(run), torch.get_rng_state()]
     state = [run.data.position, *(tensor.numpy().tobytes() for tensor in tensors)]
     return task.samples_taken, state
 

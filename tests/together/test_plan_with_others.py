@@ -2,8 +2,8 @@
 
 import pytest
 from ranks import on_ranks
-from test_plan import SETTINGS, TiedWords, Uneven, planned  # noqa: F401 (a case names it)
-from tiny import Tiny, average_of, make_run
+from test_plan import SETTINGS, Medium, TiedWords, Uneven, planned  # noqa: F401 (a case names it)
+from tiny import average_of, make_run
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -21,18 +21,10 @@ class Normed(Uneven):
         return nn.Sequential(first.requires_grad_(False), *blocks, nn.BatchNorm1d(9), head)
 
 
-class Deep(Tiny):
+class Deep(Medium):
     """Whose activations are most of what a step takes."""
 
-    def __init__(self):
-        super().__init__(samples=4096)
-
-    def build_model(self):
-        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in "ab"]
-        return nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 1))
-
-    def blocks(self, model):
-        return list(model)[1:-1]
+    width = 64
 
 
 def bytes_of(tensors):

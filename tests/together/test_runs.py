@@ -40,10 +40,6 @@ def write_run(folder, *words, stopped_by="", cause="", steps=4):
     return folder
 
 
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def add_lines(folder, *rows):
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
@@ -68,7 +64,7 @@ def test_runs_shows_how_each_run_ended_with_its_cause(tmp_path, listed, capsys):
     write_run(tmp_path / "d", steps=3)
     killed = write_run(tmp_path / "e", stopped_by="preempted", steps=2)
     # A start after that summary; the torn line does not count.
-    add_lines(killed, lines_of(killed)[-1] | {"step": 3}, '{"step": 4, "train/lo')
+    add_lines(killed, Record(killed).rows[-1] | {"step": 3}, '{"step": 4, "train/lo')
     (write_run(tmp_path / "f", steps=0) / "started.txt").unlink()
     running = write_run(tmp_path / "g", stopped_by="completed", steps=1)
     with only_process(running / ".lock"):
@@ -87,7 +83,7 @@ def test_runs_shows_how_each_run_ended_with_its_cause(tmp_path, listed, capsys):
     assert runs.main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "failed: rank 1: no more memory" in text
-    assert f"{lines_of(tmp_path / 'a')[-1]['train/loss']:.4f}" in text
+    assert f"{Record(tmp_path / 'a').rows[-1]['train/loss']:.4f}" in text
 
 
 def test_settings_that_differ_and_the_lowest_held_out_loss_are_shown_in_the_wanted_order(

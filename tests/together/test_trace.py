@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Tiny, make_run, parameters_of, take_steps
+from tiny import Tiny, make_run, parameters_of, take_steps, variant
 from torch import nn
 
 from dist_amp.diagnostics.trace import Event, Recorder, first_difference, hash_of, recorded_step
@@ -29,11 +29,6 @@ class Twice(nn.Module):
         return self.head(self.shared(self.shared(x).tanh()))
 
 
-class Shares(Tiny):
-    def build_model(self):
-        return Twice()
-
-
 def trace_of(world, task, kinds, *words):
     """(events of a step, the parameters after it)."""
     run = make_run(world, task, *FP32, *words)
@@ -44,7 +39,7 @@ def trace_of(world, task, kinds, *words):
 
 
 def test_each_call_of_a_module_is_an_event_in_order_and_the_step_has_the_bits_of_an_ordinary_one():
-    events, parameters = trace_of(World(), Shares(), KINDS)
+    events, parameters = trace_of(World(), variant(build_model=Twice), KINDS)
     first = [event for event in events if event.micro_batch < 1 and event.kind != "op"]
     order = list(dict.fromkeys(event.kind for event in first))
     assert order == ["forward", "loss", "backward", "gradient"]
@@ -58,7 +53,7 @@ def test_each_call_of_a_module_is_an_event_in_order_and_the_step_has_the_bits_of
     assert Counter(event.kind for event in events)["loss"] == 2
     only_here = Event("forward", "another", values=1)
     assert first_difference([only_here, *events], events) is None
-    run = make_run(World(), Shares(), *FP32)
+    run = make_run(World(), variant(build_model=Twice), *FP32)
     take_steps(run, 1)
     torch.testing.assert_close(parameters_of(run), parameters, rtol=0, atol=0)
 
