@@ -192,7 +192,7 @@ def words_of(bench: Bench, experiment: Experiment) -> list[str]:
 
 
 def measure(bench: Bench, experiment: Experiment, result: dict[str, Any], drawn: Drawn) -> None:
-    """Fill `result` and `drawn`. Errors: Failure in the settings, the task or the data."""
+    """Fill `result` and `drawn`. Raises Failure in the settings, the task or the data."""
     device = bench.world.device
     words = words_of(bench, experiment)
     config = load_config(words, bench.options.environ)
@@ -494,7 +494,7 @@ def parse(words: Sequence[str]) -> Any:
 
 @harness.command
 def main(words: Sequence[str]) -> int:
-    """Run the chosen experiments; returns 1 if any failed. Errors: Failure."""
+    """Run the chosen experiments; returns 1 if any failed. Raises Failure."""
     options = parse(words)
     harness.single_process("amp")
     device = "cpu" if options.smoke else "auto"

@@ -257,7 +257,7 @@ def targets(found: Report) -> Iterator[tuple[str, str, float, float]]:
 
 @harness.command
 def main(words: Sequence[str]) -> None:
-    """Measure cell by cell. Errors: ConfigError for a wrong argument, or without a GPU."""
+    """Measure cell by cell. Raises ConfigError for a wrong argument, or without a GPU."""
     parser = Parser("python -m benchmarks gpu", __doc__)
     harness.add_choices(parser, models=list(MODELS), modes=MODES, precisions=PRECISIONS)
     text = "samples per micro-batch; default: 32 for 124m and 16 for 1b, which need 141 GB"

@@ -91,7 +91,7 @@ def on_a_run(bench: Callable[[Run], None]) -> Callable[..., int]:
 
 
 def single_process(name: str) -> None:
-    """Errors: ConfigError under torchrun."""
+    """Raises ConfigError under torchrun."""
     if (ranks := environment_number("WORLD_SIZE", 1)) > 1:
         raise ConfigError(
             f"the {name} benchmark runs in one process, but {ranks} were launched; omit torchrun"
@@ -236,7 +236,7 @@ class HostReads(TorchDispatchMode):
 
 @contextmanager
 def computes_in(dtype: torch.dtype, layer: nn.Module) -> Iterator[None]:
-    """Errors: RuntimeError if the layer's forwards in this context return another dtype."""
+    """Raises RuntimeError if the layer's forwards in this context return another dtype."""
     dtypes: set[torch.dtype] = set()
     hook = layer.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
     yield

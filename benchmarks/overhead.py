@@ -150,7 +150,7 @@ def host_reads(loop: Loop, micro_batches: Sequence[Any]) -> int:
 def first_steps(
     setup: Setup, build: Callable[[Setup], Loop], data: Sequence[Any], path: Steps
 ) -> tuple[Loop, float]:
-    """(loop, its drift from `path`). Errors: RuntimeError if it trains in another precision."""
+    """(loop, its drift from `path`). Raises RuntimeError if it trains in another precision."""
     loop = build(setup)
     first = next(part for part in loop.module.modules() if isinstance(part, nn.Linear))
     with harness.computes_in(DTYPES[setup.precision], first):

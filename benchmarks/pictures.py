@@ -23,7 +23,7 @@ TIME, MEMORY = "#0072b2", "#e69f00"
 
 
 def draw(result: Report, title: str, drawn: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write an experiment's pictures; returns their names. Errors: ImportError without matplotlib.
+    """Write an experiment's pictures; returns their names. Raises ImportError without matplotlib.
 
     drawn: by precision, the target and the model's drawing side by side [H, 2 W] in 0..1.
     """

@@ -53,7 +53,7 @@ def restart(words: Sequence[str]) -> dict[str, float]:
 
 
 def wait_for_starts(folder: Path, number: int) -> list[dict[str, float]]:
-    """The phases of each start, once there are `number`. Errors: RuntimeError after 300 s."""
+    """The phases of each start, once there are `number`. Raises RuntimeError after 300 s."""
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:

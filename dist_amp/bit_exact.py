@@ -53,7 +53,7 @@ EXACT = (
 
 
 def exact_config(config: Config, world: World) -> Config:
-    """The config, changed as bit-exact training needs. Errors: ConfigError if it can't be exact.
+    """The config, changed as bit-exact training needs. Raises ConfigError if it can't be exact.
 
     On a CPU it also limits torch to one thread: the order of a sum depends on how many there are.
     """
@@ -94,7 +94,7 @@ def exact_config(config: Config, world: World) -> Config:
 def exact_parallel(run: Run) -> "ExactParallel":
     """Make a new run's gradient reductions bit-exact; returns its new `parallel`.
 
-    Errors: ConfigError for a model, task or optimizer whose steps can't be exact.
+    Raises ConfigError for a model, task or optimizer whose steps can't be exact.
     """
     module = run.parallel.module
     layers = [name.rpartition(".")[0] for name in batch_statistics(module)]

@@ -95,7 +95,7 @@ class Batches:
         return [batch for batch, _ in self.last_step]
 
     def _receive(self) -> Any:
-        """Wait for the next micro-batch. Errors: DataError for a sample that can't be read."""
+        """Wait for the next micro-batch. Raises DataError for a sample that can't be read."""
         assert self._batches is not None
         try:
             return self._checked(next(self._batches))
@@ -178,7 +178,7 @@ def build_batches(
     deal: Deal | None = None,
     bad_samples: Any = None,
 ) -> Batches:
-    """The training batches. deal: see `loading.plan.Plan`. Errors: DataError, ConfigError."""
+    """The training batches. deal: see `loading.plan.Plan`. Raises DataError, ConfigError."""
     length = len(dataset)
     micro_batch_size = config.train.micro_batch_size
     micro_batches = accumulation_steps(config.train, world.world_size)

@@ -54,7 +54,7 @@ def run_dir(folder: Path) -> str:
 def only_process(path: Path, seconds: float = 0.0) -> Iterator[None]:
     """Context that holds a lock file, with this process's name in it; a process's death unlocks it.
 
-    Errors: InUse if another process still holds the lock after `seconds`; OSError.
+    Raises InUse if another process still holds the lock after `seconds`; OSError.
     """
     from filelock import FileLock, Timeout
 
@@ -163,7 +163,7 @@ def plain_json(value: Any) -> Any:
 def shipped_folder() -> Path:
     """The folder that contains configs/ and other data files: the clone, or what pip installed.
 
-    Errors: ConfigError if neither has them.
+    Raises ConfigError if neither has them.
     """
     from importlib.metadata import PackageNotFoundError, files
 

@@ -68,7 +68,7 @@ def build_optimizer(
     """The optimizer of optim.name, or the task's; the groups of `parameter_groups`, or the task's.
 
     Call it after sharding, which replaces the parameters. The task's are its groups(model) and
-    optimizer(groups, lr), if it has them. Errors: ConfigError.
+    optimizer(groups, lr), if it has them. Raises ConfigError.
     """
     groups = parameter_groups(model, config)
     if hasattr(task, "groups"):
@@ -182,7 +182,7 @@ class Schedule:
 
     @property
     def factor(self) -> float:
-        """Factor of all later learning rates; set it on every rank. Errors: ConfigError."""
+        """Factor of all later learning rates; set it on every rank. Raises ConfigError."""
         return self._factor
 
     @factor.setter

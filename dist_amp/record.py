@@ -27,7 +27,7 @@ class Record:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """{dotted key: value} of the run's last start. Errors: DataError if there is no run."""
+        """{dotted key: value} of the run's last start. Raises DataError if there is no run."""
         return read_flat(self.folder / CONFIG)
 
     @cached_property

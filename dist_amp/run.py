@@ -59,7 +59,7 @@ class ScriptRun(Run):
     def resume(self) -> Path | None:
         """Restore the newest valid checkpoint that `run.resume` allows; None if there is none.
 
-        Errors: ConfigError after the first step; DataError as for `checkpoint_to_resume`.
+        Raises ConfigError after the first step; DataError as for `checkpoint_to_resume`.
         """
         if self.step:
             raise ConfigError(
@@ -89,7 +89,7 @@ class ScriptRun(Run):
         """The context of `train.fit`. At step 0 it resumes. At later steps it restores the data
         position and random state of the last fit, which a notebook may have changed since.
 
-        Errors: ConfigError if an error ended an earlier fit.
+        Raises ConfigError if an error ended an earlier fit.
         """
         if self._is_fitting:
             raise ConfigError(
@@ -138,7 +138,7 @@ class ScriptRun(Run):
         return values
 
     def save(self, wait: bool = True) -> Path:
-        """Write a checkpoint of this step into the run's folder; returns its path. Errors: Failure.
+        """Write a checkpoint of this step into the run's folder; returns its path. Raises Failure.
 
         wait=False, with checkpoint.async_save: return at once; the next save() or close() waits.
         """

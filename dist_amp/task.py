@@ -85,7 +85,7 @@ class Task(Protocol):
 def call_task(
     kind: type[Failure], name: str, method: Callable[..., Any], *args: Any, when: str = ""
 ) -> Any:
-    """Call the task's method. Errors: `kind`, one line of text with the error's file and line."""
+    """Call the task's method. Raises `kind`: one line of text with the error's file and line."""
     try:
         return method(*args)
     except Failure:
@@ -95,7 +95,7 @@ def call_task(
 
 
 def built_model(task: Task) -> nn.Module:
-    """The task's model, before model.train(). Errors: DataError if it can't be trained."""
+    """The task's model, before model.train(). Raises DataError if it can't be trained."""
     module = task.build_model()
     check_model(module)
     return module

@@ -47,7 +47,7 @@ Action = Literal["log", "evaluate", "save", "stop", "step"]
 
 
 def train(run: ScriptRun, stop: AgreedStop) -> None:
-    """Take the remaining steps. Errors: Failure if an observer failed, after the run is saved."""
+    """Take the remaining steps. Raises Failure if an observer failed, after the run is saved."""
     error: BaseException | None = None
     try:
         add_observers(run, stop)
@@ -170,7 +170,7 @@ def fit(run: ScriptRun) -> dict[str, Any]:
 
     Every rank must call it. At step 0 it resumes as the setting run.resume says. After Ctrl-C one
     process alone saves the run and raises KeyboardInterrupt; fit(run) then continues. After any
-    other end, build the run again. Errors: the error that ended the run, or SystemExit with the
+    other end, build the run again. Raises the error that ended the run, or SystemExit with the
     exit status after other signals or on several ranks; ConfigError as for `ScriptRun.fitting`.
     """
     check_launch()

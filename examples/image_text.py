@@ -65,7 +65,7 @@ class ImageText(huggingface.FineTuning):
         return Converted(rows, self.sample_of)
 
     def sample_of(self, row: Batch) -> tuple[Any, str, list[int]]:
-        """(image, text, labels). Errors: DataError for a row that can't be read or trained on."""
+        """(image, text, labels). Raises DataError for a row that can't be read or trained on."""
         image = self.image_of(row[self.image_column])
         text, answers = self.chat(row) if "messages" in row else self.completion(row)
         ids = self.ids_of(image, text)

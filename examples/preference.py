@@ -84,7 +84,7 @@ class DPO(huggingface.FineTuning):
         return Converted(rows, self.pair)
 
     def pair(self, row: Batch) -> list[Batch]:
-        """[chosen, rejected] as `encoded` rows. Errors: DataError if both have the same tokens."""
+        """[chosen, rejected] as `encoded` rows. Raises DataError if both have the same tokens."""
         pair = [self.encoded(row, name) for name in COLUMNS[1:]]
         if pair[0]["input_ids"].tolist() == pair[1]["input_ids"].tolist():
             raise DataError(

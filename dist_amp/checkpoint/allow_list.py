@@ -64,7 +64,7 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(folder: Path, files: Mapping[str, Any]) -> Metadata:
     """The content of `.metadata`. files: the manifest's; each tensor must be stored in one of them.
 
-    Errors: CheckpointRejected for anything that torch would not write.
+    Raises CheckpointRejected for anything that torch would not write.
     """
     try:
         with (folder / ".metadata").open("rb") as file:
@@ -80,7 +80,7 @@ def read_metadata(folder: Path, files: Mapping[str, Any]) -> Metadata:
 
 
 def _check_storage(metadata: Metadata, files: Mapping[str, Any]) -> None:
-    """Errors: CheckpointRejected for a tensor that is stored in another file, or incompletely."""
+    """Raises CheckpointRejected for a tensor that is stored in another file, or incompletely."""
     for place in metadata.storage_data.values():
         if place.relative_path not in files:
             raise CheckpointRejected(

@@ -104,7 +104,7 @@ class Save:
     def wait(self) -> None:
         """Wait until the threads of all ranks have ended; every rank calls it.
 
-        Errors: Failure if the save fails; Transient if it is stuck for run.timeout_seconds.
+        Raises Failure if the save fails; Transient if it is stuck for run.timeout_seconds.
         """
         timeout = self._config.run.timeout_seconds
         while True:
@@ -125,7 +125,7 @@ class Save:
                 )
 
     def _write(self) -> None:
-        """Write and publish the checkpoint. Errors: Failure on all ranks if one fails."""
+        """Write and publish the checkpoint. Raises Failure on all ranks if one fails."""
         if self._world.device.type == "cuda":  # a new thread would use the first GPU
             torch.cuda.set_device(self._world.device)
         try:
@@ -142,7 +142,7 @@ class Save:
             ) from error
 
     def _on_all_ranks(self, name: str, stage: Callable[[], Any]) -> list[Any]:
-        """Run a stage; returns all ranks' results. Errors: Failure on every rank if one fails."""
+        """Run a stage; returns all ranks' results. Raises Failure on every rank if one fails."""
         result = None
         failure = ""
         self._enter(name)

@@ -36,7 +36,7 @@ OR_ALLOW = "or continue anyway with --run.allow_config_change true"
 
 
 def check_config(path: Path, config: Config, task: Any, world: World) -> None:
-    """Compare the settings. task: an object or a class. Errors: ConfigError if they don't fit."""
+    """Compare the settings. task: an object or a class. Raises ConfigError if they don't fit."""
     manifest = read_manifest(path)
     now = flat(to_toml(config))
     before = settings_of(path, config)
@@ -150,7 +150,7 @@ def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
 
 
 def check_tensors(path: Path, metadata: Metadata, section: str, state: Any) -> None:
-    """Compare names, shapes and dtypes in a section, such as "model". Errors: DataError."""
+    """Compare names, shapes and dtypes in a section, such as "model". Raises DataError."""
 
     def tensors(value: Any, name: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping):

@@ -82,7 +82,7 @@ def hashed_text(content: State) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Errors: CheckpointRejected if it is damaged, newer, or lists files outside the folder."""
+    """Raises CheckpointRejected if it is damaged, newer, or lists files outside the folder."""
     try:
         text = (folder / MANIFEST).read_bytes().decode()
         content = json.loads(text)
@@ -134,7 +134,7 @@ def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
 def fetched_manifest(folder: Path) -> Manifest:
     """The checkpoint's manifest; downloads its other files first if they are on object storage.
 
-    Errors: CheckpointRejected.
+    Raises CheckpointRejected.
     """
     manifest = read_manifest(folder)
     if "://" in run_dir(folder.parent.parent):
@@ -246,7 +246,7 @@ class Reader(FileSystemReader):
 
 
 def read_into(state: State, reader: Reader, world: World | None = None) -> None:
-    """Fill the tensors of `state` in place; every rank calls it. Errors: CheckpointException."""
+    """Fill the tensors of `state` in place; every rank calls it. Raises CheckpointException."""
     world = world or World()
     # torch warns if there is no process group. All threads share filters, so this one stays.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -47,7 +47,7 @@ def packed_observers(run: Run) -> dict[str, Any]:
 
 
 def packed_states(run: Run) -> State:
-    """{name: {this rank: [bytes] uint8}}. Errors: DataError as for `pack`."""
+    """{name: {this rank: [bytes] uint8}}. Raises DataError as for `pack`."""
     rank = str(run.world.rank)
     return {
         name: {rank: pack(run.observers.call(observer, "state_dict"), name)}
@@ -56,7 +56,7 @@ def packed_states(run: Run) -> State:
 
 
 def pack(state: Any, name: str) -> Tensor:
-    """A state as [bytes] uint8. Errors: DataError for a state that `unpack` can't read."""
+    """A state as [bytes] uint8. Raises DataError for a state that `unpack` can't read."""
     file = io.BytesIO()
     torch.save(state, file)
     content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -65,7 +65,7 @@ def pack(state: Any, name: str) -> Tensor:
 
 
 def unpack(content: Tensor, name: str) -> Any:
-    """The state that was packed; nothing in it is executed. Errors: DataError."""
+    """The state that was packed; nothing in it is executed. Raises DataError."""
     try:
         return torch.load(io.BytesIO(content.numpy().tobytes()), "cpu", weights_only=True)
     except Exception as error:

@@ -44,7 +44,7 @@ def checkpoint_to_resume(
     config: Config, run_folder: Path, world: World, task: Task | None = None
 ) -> Path | None:
     """The newest valid checkpoint that `run.resume` allows, or None; every rank calls it.
-    task: an object, used instead of task.target. Errors: DataError if run.resume is a path without
+    task: an object, used instead of task.target. Raises DataError if run.resume is a path without
     a checkpoint, or no candidate is valid; ConfigError if the settings don't fit.
     """
     paths: list[Path] = []
@@ -106,7 +106,7 @@ def _native_dtype(world: World) -> str:
 
 def newest_valid(paths: Sequence[Path], world: World) -> Path | None:
     """The last valid one of `paths`; None if there are no paths. Every rank verifies its share.
-    Warns of the damaged ones after it. Errors: DataError if all are damaged.
+    Warns of the damaged ones after it. Raises DataError if all are damaged.
     """
     rejected: list[str] = []
     for path in reversed(paths):
@@ -127,7 +127,7 @@ def newest_valid(paths: Sequence[Path], world: World) -> Path | None:
 
 
 def checkpoints_at(path: Path, name: str, accepted: str) -> list[Path]:
-    """[path] if it is a checkpoint, or those of the run there, oldest first. Errors: DataError."""
+    """[path] if it is a checkpoint, or those of the run there, oldest first. Raises DataError."""
     if not path.exists():
         raise DataError(f"{name} does not exist; give {accepted}")
     checkpoints = all_checkpoints(path)

@@ -36,7 +36,7 @@ class Saver(Observer):
         self._written: Path | None = None  # folder of the latest checkpoint written by this process
 
     def save(self, wait: bool) -> None:
-        """Save the state; every rank calls it. wait: return when it is written. Errors: Failure."""
+        """Save the state; every rank calls it. wait: return when it is written. Raises Failure."""
         from dist_amp.checkpoint.background import Planner, Save, Staging
 
         run = self._run
@@ -75,7 +75,7 @@ class Saver(Observer):
     def finish(self, must_succeed: bool = False) -> None:
         """Wait for the pending save; every rank calls it.
 
-        Errors: Failure if the save is stuck, or if it has failed and `must_succeed` is true.
+        Raises Failure if the save is stuck, or if it has failed and `must_succeed` is true.
         """
         pending = self.pending
         if pending is None:

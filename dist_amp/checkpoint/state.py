@@ -80,7 +80,7 @@ def take_snapshot(run: Run) -> tuple[State, Manifest]:
 
 
 def load(run: Run, path: Path) -> None:
-    """Restore the run from a checkpoint; every rank calls it. Errors: DataError if it can't be."""
+    """Restore the run from a checkpoint; every rank calls it. Raises DataError if it can't be."""
     with rejection_as_data_error(path):
         reader = Reader(path)
         continue_data(run, reader.folder, reader.manifest)

@@ -25,7 +25,7 @@ def load_weights(
 
     section: where the trained parameters come from: "model", or with `prefers_average` "ema", if
     the checkpoint has their moving average. Frozen parameters of which the checkpoint has only a
-    checksum keep their values. Errors: DataError.
+    checksum keep their values. Raises DataError.
     """
     state: State = {"model": get_model_state_dict(model)}
     averages: State = {}

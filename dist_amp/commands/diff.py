@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 def compare_metrics(a: Record, b: Record) -> dict[str, Any]:
     """{"steps": how many both logged, "equal_until": step, "tolerance": relative, 0: bit by bit};
     if metrics differ also {"step": the first one, "metrics": {tag: [in A, in B]}, "ranks": those
-    whose losses differ, if not all do}. Errors: DataError without a common step.
+    whose losses differ, if not all do}. Raises DataError without a common step.
     """
     common = sorted(a.steps.keys() & b.steps.keys())
     if not common:
@@ -282,7 +282,7 @@ class Replayed:
 def compare_replays(folders: Sequence[Path], equal_until: int, until: int) -> str:
     """Replay both runs from the step after `equal_until` through step `until`.
 
-    Returns where they diverge, in words. Errors: DataError if settings changed in between.
+    Returns where they diverge, in words. Raises DataError if settings changed in between.
     """
     for folder in folders:
         if config_at(folder, equal_until + 1) != config_at(folder, until):

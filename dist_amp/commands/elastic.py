@@ -73,7 +73,7 @@ class Watch(metrics.MetricHandler):
         logger.handlers = [logging.FileHandler(folder / "torchrun.log", delay=True)]
 
     def emit(self, metric_data: metrics.MetricData) -> None:
-        """Receive one of the agent's metrics. Errors: SignalException; RestartRefused."""
+        """Receive one of the agent's metrics. Raises SignalException or RestartRefused."""
         if self._signal is not None:
             raise SignalException(f"got {self._signal.name}", self._signal)
         name = metric_data.name
@@ -83,7 +83,7 @@ class Watch(metrics.MetricHandler):
             self._check_restart()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal for `emit`; a second Ctrl-C kills the ranks. Errors: SignalException."""
+        """Note a signal for `emit`; a second Ctrl-C kills the ranks. Raises SignalException."""
         if self._signal is None:
             self._signal = signal.Signals(number)
             self._signal_at = time.monotonic()
@@ -102,7 +102,7 @@ class Watch(metrics.MetricHandler):
         return [read_report(file) for file in files]
 
     def _check_restart(self) -> None:
-        """Announce the restart that comes next. Errors: RestartRefused if it would not help."""
+        """Announce the restart that comes next. Raises RestartRefused if it would not help."""
         os.environ[FAILED_AT] = f"{time.time()}"  # for the ranks that are started next
         report = first_cause(self.reports())
         has_stopped = report.status == SAVED_AND_STOPPED and not self._elastic
@@ -123,7 +123,7 @@ def children() -> list[int]:
 
 
 def run_agent(options: Namespace, ranks: int, elastic: bool) -> tuple[int, str]:
-    """Run this machine's ranks to their end: (exit status, last line or ""). Errors: torchrun's."""
+    """Run this machine's ranks: (exit status, last line or ""). Raises torchrun's errors."""
     watch = Watch(Path(options.log_dir), options.max_restarts, elastic)
     metrics.configure(watch)
     try:

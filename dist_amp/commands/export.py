@@ -108,7 +108,7 @@ def model_parser(prog: str, description: str | None, metavar: str) -> Parser:
 
 
 def find_checkpoint(path: Path, accepted: str = "a run's folder or RUN/checkpoints/step_N") -> Path:
-    """The checkpoint at `path`, or the newest valid one of the run there. Errors: DataError."""
+    """The checkpoint at `path`, or the newest valid one of the run there. Raises DataError."""
     valid = newest_valid(checkpoints_at(path, str(path), accepted), World())
     assert valid is not None  # newest_valid raises if none of the paths is valid
     return valid
@@ -126,7 +126,7 @@ def build_model(task: Task, config: Config) -> nn.Module:
 
 
 def save_for_transformers(task: Any, model: Any, folder: Path) -> None:
-    """Call task.export or model.save_pretrained. Errors: ConfigError if there is neither."""
+    """Call task.export or model.save_pretrained. Raises ConfigError if there is neither."""
     if "transformers" in sys.modules and present("tasks.pretrained"):
         from dist_amp.tasks.pretrained import as_published
 
@@ -143,7 +143,7 @@ def save_for_transformers(task: Any, model: Any, folder: Path) -> None:
 
 
 def check_replaceable(out: Path) -> None:
-    """Errors: ConfigError if `out` holds anything but an export."""
+    """Raises ConfigError if `out` holds anything but an export."""
     is_run = (out / MANIFEST).exists() or (out / "tensorboard").exists() or all_checkpoints(out)
     is_export = (out / CONFIG).is_file() and not is_run
     is_empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
@@ -158,7 +158,7 @@ def check_replaceable(out: Path) -> None:
 def replacing(out: Path) -> Iterator[Path]:
     """Yield a folder to write to. It replaces `out` at the end of the block unless that fails.
 
-    Errors: Failure if the disk can't be written.
+    Raises Failure if the disk can't be written.
     """
     new = out.with_name(f".{out.name}.writing")
     try:

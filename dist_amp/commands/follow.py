@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def wait_for_run(folder: Path, seconds: float) -> None:
-    """Wait until a run has begun in the folder. Errors: DataError if none does."""
+    """Wait until a run has begun in the folder. Raises DataError if none does."""
     config = folder / "config.toml"
     if seconds and not config.exists():
         print(f"waiting up to {seconds:.0f} s for a run in {folder}", flush=True)
@@ -98,7 +98,7 @@ class Position:
 
 
 class Follower:
-    """Sends a run's folder to a tracker. Errors: ConfigError for another project than before."""
+    """Sends a run's folder to a tracker. Raises ConfigError for another project than before."""
 
     def __init__(self, folder: Path, tracker: str, project: str):
         self.folder = folder

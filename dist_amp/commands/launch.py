@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
     """Returns (torchrun's options, module, its arguments). Options and settings may be mixed.
 
-    Options need their full names, since a setting may start like one. Errors: ConfigError.
+    Options need their full names, since a setting may start like one. Raises ConfigError.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for action in torchrun.get_args_parser()._actions:
@@ -119,7 +119,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
 
 
 def check_settings(config: Config, nodes: range, ranks: int) -> None:
-    """Errors: ConfigError unless the run can have each number of nodes, with `ranks` on each."""
+    """Raises ConfigError unless the run can have each number of nodes, with `ranks` on each."""
     for count in nodes:
         accumulation_steps(config.train, count * ranks)
     if len(nodes) == 1:
@@ -154,7 +154,7 @@ def set_environment(options: Namespace, ranks: int) -> None:
 
 
 def start(options: Namespace, ranks: int, min_nodes: int, max_nodes: int) -> int:
-    """Run the ranks until they end; return their exit status. Errors: torchrun's, as Failure."""
+    """Run the ranks until they end; return their status. Raises torchrun's errors, as Failure."""
     at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
     store = None
     if max_nodes > 1:

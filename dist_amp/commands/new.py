@@ -112,7 +112,7 @@ def parse_options(argv: Sequence[str], parts: Parts) -> Namespace:
 
 
 def check_name(target: Path, root: Path) -> None:
-    """Errors: ConfigError if the folder exists, or its name is not a package name or is taken."""
+    """Raises ConfigError if the folder exists, or its name is not a package name or is taken."""
     name = target.name
     places = [root / name, root / f"tests/{name}.py", root / f"tests/{name}"]
     if target.exists():
@@ -133,7 +133,7 @@ def check_name(target: Path, root: Path) -> None:
 
 def choose(parts: Parts, present: Sequence[str], options: Namespace, code: str) -> list[str]:
     """The project's features: those present, those to add and those that use a method which the
-    task in `code` defines, without those to leave out; and all that they need. Errors: ConfigError.
+    task in `code` defines, without those to leave out; and all that they need. Raises ConfigError.
     """
     added, left_out = (re.findall(r"[^\s,]+", text) for text in (options.added, options.without))
     for word in (*added, *left_out):

@@ -90,7 +90,7 @@ def make_job(config: Config, world_size: int, memory: int, gpu: Device | None = 
     """The config on ranks that do not exist, under the strategy that training would choose.
 
     memory: bytes per rank; 0: those of `gpu`, or of this machine's device if that is of the same
-    kind, CPU or GPU. Errors: those that training raises before its first step.
+    kind, CPU or GPU. Raises what training raises before its first step.
     """
     device = torch.device("cuda" if config.run.device != "cpu" or gpu else "cpu")
     per_machine = min(world_size, RANKS_PER_MACHINE)
@@ -130,7 +130,7 @@ def make_job(config: Config, world_size: int, memory: int, gpu: Device | None = 
 def compare(job: Job) -> tuple[list[StrategyPlan], list[str]]:
     """Returns (plans of the possible strategies, a line on why for each that is not possible).
 
-    Errors: those of a step under the job's own strategy; DataError if none is possible.
+    Raises the errors of a step under the job's own strategy; DataError if none is possible.
     """
     plans = []
     problems = []

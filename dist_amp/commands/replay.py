@@ -111,7 +111,7 @@ class Replay:
 def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
     """Rebuild the run in this process, at its newest valid checkpoint before `step`, or its start.
 
-    argv: settings that override the run's. Errors: ConfigError, DataError.
+    argv: settings that override the run's. Raises ConfigError, DataError.
     """
     record = Record(folder)
     started_from = record.settings_at(step)["run.resume"]

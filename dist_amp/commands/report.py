@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def report(folder: Path) -> str:
-    """The page's HTML. Errors: DataError if the folder holds no run."""
+    """The page's HTML. Raises DataError if the folder holds no run."""
     record = Record(folder)
     (run,) = rows_of([record])
     rows = [dict(row) for row in record.rows]

@@ -64,7 +64,7 @@ def number(value: float, form: str) -> str:
 
 
 def records_in(folder: Path) -> list[Record]:
-    """The runs in a folder, or the folder's own run. Errors: DataError if there is none."""
+    """The runs in a folder, or the folder's own run. Raises DataError if there is none."""
     folders = [folder]
     if not (folder / "config.toml").exists():  # a run's folder may hold an export, which has one
         folders = sorted(path.parent for path in folder.glob("*/config.toml"))

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def show(sample: Any) -> None:
-    """Print text, or write an image [C, H, W] in 0..1 to sample.png. Errors: DataError."""
+    """Print text, or write an image [C, H, W] in 0..1 to sample.png. Raises DataError."""
     pixels = as_text_or_image(sample)
     if isinstance(pixels, str):
         print(printable(pixels))

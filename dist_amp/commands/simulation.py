@@ -82,7 +82,7 @@ class Job:
         return accumulation_steps(self.config.train, self.world.world_size)
 
     def batch(self) -> Any:
-        """A micro-batch of the first samples, repeated if there are too few. Errors: DataError."""
+        """A micro-batch of the first samples, repeated if there are too few. Raises DataError."""
         size = self.config.train.micro_batch_size
         indices = tuple(index % len(self.dataset) for index in range(size))
         shard = Shard(indices, seed=self.config.run.seed)
@@ -95,7 +95,7 @@ class Job:
 def simulate(job: Job) -> StrategyPlan:
     """Plan rank 0's second step and later ones. Each micro-batch has the shapes of `job.batch()`.
 
-    Errors: those that training raises for its settings; those of the task; DataError for an
+    Raises what training raises for its settings; those of the task; DataError for an
     operation that depends on values, since these tensors have none.
     """
     register_fused_updates()

@@ -158,7 +158,7 @@ TRACKERS: dict[str, type[Tracker]] = {"wandb": Wandb, "trackio": Trackio, "mlflo
 
 
 def imported(module: str) -> Any:
-    """The module. Errors: ConfigError with the command that installs it."""
+    """The module. Raises ConfigError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def git(folder: Path, *words: str, ok: Sequence[int] = (0,)) -> str:
-    """The output of a git command. Errors: ConfigError with git's message."""
+    """The output of a git command. Raises ConfigError with git's message."""
     # In a git hook, these variables point to another repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     options: dict[str, Any] = {"capture_output": True, "text": True}
@@ -53,7 +53,7 @@ def user_of(folder: Path) -> list[str]:
 def find_project() -> tuple[Path, dict[str, Any]]:
     """Returns (the project's folder, its name and [tool.dist_amp] of its pyproject.toml).
 
-    Errors: ConfigError outside of a project.
+    Raises ConfigError outside of a project.
     """
     try:
         root = Path(git(Path(), "rev-parse", "--show-toplevel"))

@@ -18,7 +18,7 @@ def pick_strategy(
 ) -> Strategy:
     """The strategy for this model on these ranks; prints which one "auto" picked, and why.
 
-    memory: bytes per GPU; 0: read them from this rank's GPU. Errors: ConfigError.
+    memory: bytes per GPU; 0: read them from this rank's GPU. Raises ConfigError.
     """
     if world.world_size == 1:
         if config.strategy not in ("auto", "single"):

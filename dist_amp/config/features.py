@@ -34,7 +34,7 @@ METHODS = (  # (method of a task, the feature that it needs)
 
 
 def check_features(config: Any, task: type) -> None:
-    """Errors: ConfigError if a setting or the task needs a feature that this project lacks."""
+    """Raises ConfigError if a setting or the task needs a feature that this project lacks."""
     for key, without, feature in SETTINGS:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)

@@ -33,7 +33,7 @@ For eight ranks: torchrun --nproc_per_node=8 -m dist_amp.train, with the same ar
 
 
 def show_if_asked(argv: Sequence[str], prog: str, description: str = DESCRIPTION) -> bool:
-    """Print what --help [SECTION or name] or --print_config asks for. Errors: ConfigError."""
+    """Print what --help [SECTION or name] or --print_config asks for. Raises ConfigError."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", nargs="?", const="")
     parser.add_argument("--print_config", "--print-config", action="store_true")
@@ -80,7 +80,7 @@ def help_text(words: Sequence[str], prog: str, description: str) -> str:
 
 
 def help_on(topic: str, words: Sequence[str]) -> str:
-    """Help on the section `topic`, or the settings with it in their names. Errors: ConfigError."""
+    """Help on the section `topic`, or the settings with it in their names. Raises ConfigError."""
     settings = collect(words)
     # Import a task only if it is needed, because the default one takes seconds.
     with_task = "task.target" in settings or topic.startswith("task.args")

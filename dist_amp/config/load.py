@@ -34,7 +34,7 @@ NOT_SETTINGS |= {"DIST_AMP_NNODES", "DIST_AMP_FAILED_AT"}
 def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
     """The config of a command line: defaults < `--config` files < environment < other arguments.
 
-    Errors: ConfigError for an unknown key, a value of a wrong type or range, or a missing task.
+    Raises ConfigError for an unknown key, a value of a wrong type or range, or a missing task.
     """
     settings = collect(argv, environ)
     # With any precision setting, precision.dtype=auto means bf16, even if the CPU emulates it.
@@ -53,7 +53,7 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
 
 
 def config_of(settings: Settings, task: type) -> Config:
-    """The config of these settings for a task's class. Errors: ConfigError."""
+    """The config of these settings for a task's class. Raises ConfigError."""
     task_args = {key: settings[key] for key in settings if f"{key}.".startswith("task.args.")}
     try:
         config: Config = read(
@@ -71,7 +71,7 @@ def config_of(settings: Settings, task: type) -> Config:
 
 
 def load_saved(path: Path, argv: Sequence[str]) -> Config:
-    """A saved config, overridden by `argv`. Errors: as load_config and check_saved_target."""
+    """A saved config, overridden by `argv`. Raises as load_config and check_saved_target."""
     folder = path.parent.resolve()
     if folder.parent.name == "checkpoints":
         folder = folder.parent.parent
@@ -152,7 +152,7 @@ def path_of(word: str) -> str:
 
 
 def from_file(path: str) -> Settings:
-    """The settings in a TOML file. Errors: ConfigError."""
+    """The settings in a TOML file. Raises ConfigError."""
     try:
         values = dict(leaves(tomllib.loads(Path(path).read_text(encoding="utf-8"))))
     except OSError as error:

@@ -33,7 +33,7 @@ GIVEN = "given:"  # instead of a module, for a task object that no config can re
 
 
 def find_task(target: str) -> type:
-    """The class that `target` names. Errors: ConfigError if it is missing or lacks a method."""
+    """The class that `target` names. Raises ConfigError if it is missing or lacks a method."""
     cls = find_class(target, "task.target")
     for method, signature in SIGNATURES.items():
         if not callable(getattr(cls, method, None)):
@@ -44,7 +44,7 @@ def find_task(target: str) -> type:
 
 
 def find_class(target: str, key: str) -> type:
-    """The class that a setting names as module:Class. Errors: ConfigError if it is missing."""
+    """The class that a setting names as module:Class. Raises ConfigError if it is missing."""
     module_name, _, class_name = new_target(target).partition(":")
     if not (module_name and class_name):
         raise ConfigError(f"{key}={target} must be module:Class or path/to/file.py:Class")
@@ -106,7 +106,7 @@ def _import(module_name: str, target: str, key: str) -> Any:
 def check_saved_target(target: str, folder: Path) -> None:
     """Print where a saved config's task is imported from, since a checkpoint must not run own code.
 
-    folder: the run's or export's, resolved. Errors: ConfigError for code in that folder, or for a
+    folder: the run's or export's, resolved. Raises ConfigError for code in that folder, or for a
     file outside the current folder.
     """
     module = target.partition(":")[0]

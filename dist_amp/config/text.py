@@ -44,7 +44,7 @@ def flat(toml: str) -> dict[str, Any]:
 
 
 def read_flat(path: Path) -> dict[str, Any]:
-    """{dotted key: value} of a run's or a checkpoint's config.toml. Errors: DataError."""
+    """{dotted key: value} of a run's or a checkpoint's config.toml. Raises DataError."""
     try:
         return flat(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -25,7 +25,7 @@ def check_parallel(
     module: nn.Module,
     world: World,
 ) -> None:
-    """Errors: ConfigError for [parallel] settings or parameter hooks that `strategy` rules out."""
+    """Raises ConfigError for [parallel] settings or parameter hooks that `strategy` rules out."""
     on_cpu = world.device.type == "cpu"
     sharded = strategy in SHARDED
     replicas = replicas_of(config, world)
@@ -61,7 +61,7 @@ def check_parallel(
 
 
 def check_precision(config: PrecisionConfig, sharded: bool, world: World) -> None:
-    """Errors: ConfigError for a precision that the device or the strategy rules out."""
+    """Raises ConfigError for a precision that the device or the strategy rules out."""
     on_cpu = world.device.type == "cpu"
     if config.use_amp and present("distributed.machine") and (world.is_main or not on_cpu):
         from dist_amp.distributed.machine import check_dtype
@@ -84,7 +84,7 @@ def warn_once(world: World, text: str) -> None:
 
 
 def check_dataset(dataset: Any, split: str) -> None:
-    """Errors: DataError if it is not map-style, or empty for training. None: no such split."""
+    """Raises DataError if it is not map-style, or empty for training. None: no such split."""
     has_indices = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     is_not_samples = isinstance(dataset, str | bytes | Mapping | IterableDataset)
     if dataset is not None and (is_not_samples or not has_indices):
@@ -102,7 +102,7 @@ def check_dataset(dataset: Any, split: str) -> None:
 def check_length(
     length: int, micro_batch_size: int, accumulation_steps: int, drop_last: bool, world: World
 ) -> None:
-    """Errors: DataError for less than one global batch, with drop_last or a configured size."""
+    """Raises DataError for less than one global batch, with drop_last or a configured size."""
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     is_default = micro_batch_size * accumulation_steps == TrainConfig.micro_batch_size
     if length < global_batch_size and (drop_last or not is_default):
@@ -114,7 +114,7 @@ def check_length(
 
 
 def check_coupled(task: Any, split: str, length: int, batch: int, world: World) -> None:
-    """Errors: ConfigError for coupled samples if the last batch is smaller. batch: of all ranks."""
+    """Raises ConfigError for coupled samples if the last batch is smaller. batch: of all ranks."""
     if getattr(task, "couples_samples", False) and world.world_size > 1 and length % batch:
         raise ConfigError(
             f"the task has couples_samples=True, but of {length} samples the last {split} batch "
@@ -124,7 +124,7 @@ def check_coupled(task: Any, split: str, length: int, batch: int, world: World) 
 
 
 def check_model(module: Any) -> None:
-    """Errors: DataError unless it is an uncompiled nn.Module with a parameter to train."""
+    """Raises DataError unless it is an uncompiled nn.Module with a parameter to train."""
     if not isinstance(module, nn.Module):
         raise DataError(
             f"the task's build_model returned {type(module).__name__}; return the model, an "
@@ -143,7 +143,7 @@ def check_model(module: Any) -> None:
 
 
 def check_scalar(value: Any, what: str, rule: str = "a number or a scalar tensor") -> None:
-    """Errors: DataError unless it is a scalar. what: a text such as "weight(batch) returned"."""
+    """Raises DataError unless it is a scalar. what: a text such as "weight(batch) returned"."""
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
         return
     shown = f"a {type(value).__name__}"
@@ -153,7 +153,7 @@ def check_scalar(value: Any, what: str, rule: str = "a number or a scalar tensor
 
 
 def check_weight(weight: Any, what: str = "weight(batch) returned") -> None:
-    """Errors: DataError for a weight, of a batch or a metric, that is negative or no scalar."""
+    """Raises DataError for a weight, of a batch or a metric, that is negative or no scalar."""
     rule = "a number or a scalar tensor that is at least 0"
     check_scalar(weight, what, rule)
     if isinstance(weight, Real) and weight < 0:
@@ -161,7 +161,7 @@ def check_weight(weight: Any, what: str = "weight(batch) returned") -> None:
 
 
 def check_loss(loss: Any, device: torch.device) -> None:
-    """Errors: DataError unless it is a float32 scalar with a gradient on the device."""
+    """Raises DataError unless it is a float32 scalar with a gradient on the device."""
     is_scalar = isinstance(loss, Tensor) and loss.ndim == 0 and loss.dtype == torch.float32
     if is_scalar and loss.device == device and loss.requires_grad:
         return
@@ -176,7 +176,7 @@ def check_loss(loss: Any, device: torch.device) -> None:
 
 
 def check_model_use(error: BaseException) -> None:
-    """Errors: DataError instead of torch's error, if loss_sum used parts of a wrapped model."""
+    """Raises DataError instead of torch's error, if loss_sum used parts of a wrapped model."""
     wrapped_model_errors = (
         "'DistributedDataParallel' object",
         "'FSDPCommContext' object",

@@ -69,7 +69,7 @@ def from_toml(value: Any, source: str) -> Setting:
 def read(kind: Any, settings: Settings, prefix: str = "") -> Any:
     """An instance of the dataclass `kind` from settings whose keys all begin with `prefix`.
 
-    If a reading of a value is invalid, its next reading is tried. Errors: UnknownKey; ConfigError
+    If a reading of a value is invalid, its next reading is tried. Raises UnknownKey or ConfigError
     for a value that is invalid in all readings, or for a required field without a value.
     """
     for key in settings:
@@ -113,7 +113,7 @@ def nested(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def by_key(problems: Sequence[Any], settings: Settings, prefix: str) -> dict[str, list[Any]]:
-    """{a setting's key: pydantic's problems with it}. Errors: UnknownKey; ConfigError."""
+    """{a setting's key: pydantic's problems with it}. Raises UnknownKey or ConfigError."""
     found = defaultdict(list)
     for problem in problems:
         path = list(map(str, problem["loc"]))  # the key's parts; then maybe an index or a type

@@ -13,7 +13,7 @@ TASK_COUNTS = (
 
 
 def refuse_copies() -> None:
-    """Errors: ConfigError if a launcher has started several processes without WORLD_SIZE."""
+    """Raises ConfigError if a launcher has started several processes without WORLD_SIZE."""
     for name in TASK_COUNTS:
         count = os.environ.get(name, "")
         if "WORLD_SIZE" not in os.environ and count.isdigit() and int(count) > 1:

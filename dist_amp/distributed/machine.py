@@ -25,7 +25,7 @@ FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "a
 
 
 def check_gpus_are_used(device: str = "auto") -> None:
-    """For when torch finds no GPU. Errors: ConfigError if the machine has NVIDIA GPUs."""
+    """For when torch finds no GPU. Raises ConfigError if the machine has NVIDIA GPUs."""
     if reason := reason_unused():
         instead = "use run.device=cpu to train on the CPU"
         raise ConfigError(f"run.device={device}: {reason}; or {instead}")

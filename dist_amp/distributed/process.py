@@ -30,7 +30,7 @@ LAUNCHER = "DIST_AMP_LAUNCHER"  # environment variable of ranks: the launcher's 
 
 
 def environment_number(name: str, default: int) -> int:
-    """A non-negative integer from the environment. Errors: ConfigError for anything else."""
+    """A non-negative integer from the environment. Raises ConfigError for anything else."""
     text = os.environ.get(name, str(default))
     if not text.isdigit():
         raise ConfigError(
@@ -209,7 +209,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def in_time(seconds: float, call: Callable[[], T]) -> T:
-    """Run call() in a thread, and wait at most `seconds`. Errors: its own, or TimeoutError."""
+    """Run call() in a thread, and wait at most `seconds`. Raises its errors, or TimeoutError."""
     return in_thread(call).result(seconds)
 
 

@@ -75,7 +75,7 @@ def _hanging_ranks(store: Any, rank: int, world_size: int, timeout_seconds: floa
 def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
     """Connect to the store, which rank 0 or torchrun's agent serves, and wait for all ranks.
 
-    Errors: ConfigError for a missing variable; Transient, with the address or the missing ranks.
+    Raises ConfigError for a missing variable; Transient, with the address or the missing ranks.
     """
     host = os.environ.get("MASTER_ADDR", "")
     port = environment_number("MASTER_PORT", 0)

@@ -100,7 +100,7 @@ class BadSamples:
     def leave_out(
         self, data: Any, batches: Sequence[Any], shards: Sequence[Shard], *, is_new: bool
     ) -> tuple[list[Any], list[Shard]]:
-        """Unwrap each `Remainder`; list bad samples, if `is_new`. Errors: DataError if too many."""
+        """Unwrap each `Remainder`; list bad samples, if `is_new`. Raises DataError if too many."""
         if is_new and data is self.training and not self._is_continued:
             self._continue()
         good_batches = list(batches)
@@ -170,7 +170,7 @@ class BadSamples:
             write_durably(path, kept)
 
     def tags(self, row: Any) -> dict[str, int]:
-        """Samples skipped on all ranks; every rank must call it. Errors: DataError if too many."""
+        """Samples skipped on all ranks; every rank must call it. Raises DataError if too many."""
         data = self.training
         epoch = (data.position - 1) // data.plan.length
         total = sum(split == data.split for split, _, _ in self.seen)

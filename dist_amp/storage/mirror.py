@@ -56,7 +56,7 @@ FETCH_PAUSES = (1.0, 4.0, 0.0)  # seconds after each failed attempt to download 
 
 
 def local_folder(address: str, ending: str = "") -> Path:
-    """Create the local folder that mirrors an address; returns its path. Errors: ConfigError."""
+    """Create the local folder that mirrors an address; returns its path. Raises ConfigError."""
     address = address.rstrip("/")
     if not USABLE.fullmatch(address):
         raise ConfigError(
@@ -121,7 +121,7 @@ def key_of(checkpoint: str, name: str, files: dict[str, Any]) -> str:
 
 
 def fetch(checkpoint: Path, files: dict[str, Any]) -> None:
-    """Download a checkpoint's files that its local folder lacks. Errors: CheckpointRejected."""
+    """Download a checkpoint's files that its local folder lacks. Raises CheckpointRejected."""
 
     def get(name: str) -> None:
         for pause in FETCH_PAUSES:
@@ -215,7 +215,7 @@ class Mirror:
 
     def put_checkpoint(self, checkpoint: str) -> None:
         """Upload this node's files of a checkpoint. The main node also uploads the manifest, which
-        publishes it. Errors: OSError on the main node while any node's files are missing.
+        publishes it. Raises OSError on the main node while any node's files are missing.
         """
         path = self.folder / "checkpoints" / checkpoint
         manifest = (path / MANIFEST).read_bytes()
@@ -254,7 +254,7 @@ class Mirror:
         self.logs_uploaded_at = time.monotonic()
 
     def finish(self, seconds: float, job: Any) -> None:
-        """Wait for the uploads. Errors: SystemExit(75) if they don't end, unless the run failed.
+        """Wait for the uploads. Raises SystemExit(75) if they don't end, unless the run failed.
 
         Ctrl-C ends the wait. Other signals don't: uploads may use the machine's grace period.
         """
@@ -286,7 +286,7 @@ class Mirror:
 def mirror_run(config: RunConfig, job: Any) -> None:
     """Claim the address, and upload until the end of the job; every rank calls it.
 
-    Errors: Failure if another run holds the claim, or the store can't be used.
+    Raises Failure if another run holds the claim, or the store can't be used.
     """
     folder, world = job.folder, job.world
     address = run_dir(folder)
@@ -323,7 +323,7 @@ def mirror_run(config: RunConfig, job: Any) -> None:
 
 
 def on_all_ranks(world: World, address: str, call: Callable[[Store], T] | None) -> T | None:
-    """The result of this rank's call, if it has one. Errors: any rank's Failure, on every rank."""
+    """The result of this rank's call, if it has one. Raises any rank's Failure, on every rank."""
     problem: Failure | None = None
     result: T | None = None
     try:
@@ -336,7 +336,7 @@ def on_all_ranks(world: World, address: str, call: Callable[[Store], T] | None) 
 
 
 def at_address(address: str, call: Callable[[Store], T]) -> T:
-    """Call with the store at an address. Errors: Failure with the cause and the fix."""
+    """Call with the store at an address. Raises Failure with the cause and the fix."""
     try:
         return call(Store(address))
     except Failure:
@@ -351,7 +351,7 @@ def at_address(address: str, call: Callable[[Store], T]) -> T:
 def fetched(text: str) -> Path:
     """The local path of a run, a checkpoint or another file, which may be at an address.
 
-    Downloads manifests and logs; a checkpoint's files follow when it is read. Errors: Failure.
+    Downloads manifests and logs; a checkpoint's files follow when it is read. Raises Failure.
     """
     if "://" not in text:
         return Path(text).expanduser()

@@ -26,7 +26,7 @@ LOOK_SECONDS = 2.0  # between looks at the claim; Google Cloud Storage allows a 
 
 
 class Store:
-    """The files below an address; names are relative to it. Errors: those of its file system."""
+    """The files below an address; names are relative to it. Raises the file system's errors."""
 
     def __init__(self, address: str):
         from fsspec.core import url_to_fs
@@ -67,13 +67,13 @@ class Store:
             self.fs.rm_file(self.path(name))
 
     def upload(self, local: Path, name: str, entry: dict[str, Any]) -> None:
-        """Upload a file. entry: its size and hash. Errors: OSError if it does not match them."""
+        """Upload a file. entry: its size and hash. Raises OSError if it does not match them."""
         if entry_of(local) != entry:
             raise OSError(f"{local} is not what its manifest says")
         self.fs.put_file(str(local), self.path(name))
 
     def download(self, name: str, local: Path, entry: dict[str, Any]) -> None:
-        """Download a file, which appears when it is complete. Errors: OSError if it is damaged."""
+        """Download a file, which appears when it is complete. Raises OSError if it is damaged."""
         temporary = local.with_name(f".{local.name}.fetching")
         self.fs.get_file(self.path(name), str(temporary))
         if entry_of(temporary) != entry:
@@ -84,7 +84,7 @@ class Store:
 class Claim:
     """The right of this process to write at an address, until another process takes it.
 
-    ended: the id of a claim known to be a dead process's. Errors: Failure if a live run holds it.
+    ended: the id of a claim known to be a dead process's. Raises Failure if a live run holds it.
     """
 
     def __init__(self, store: Store, ended: str, say: Callable[[str], None]):
@@ -106,7 +106,7 @@ class Claim:
         return record
 
     def renew(self) -> None:
-        """Show that this process is alive. Errors: OSError if another process has the claim."""
+        """Show that this process is alive. Raises OSError if another process has the claim."""
         current = self.read()
         if current and current["id"] != self.record["id"]:
             raise OSError(f"{current['holder']} has taken over")
@@ -123,7 +123,7 @@ class Claim:
         self.store.write(CLAIM, json.dumps(self.record).encode())
 
     def _wait_for_end(self, record: dict[str, Any], say: Callable[[str], None]) -> None:
-        """Return when the holder has released the claim, or died. Errors: Failure if it lives."""
+        """Return when the holder has released the claim, or died. Raises Failure if it lives."""
         say(
             f"{self.store.address} was last written by {record['holder']}, which did not say that "
             f"it ended; waiting up to {DEAD_SECONDS:.0f} s for a sign of life"

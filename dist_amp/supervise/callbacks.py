@@ -47,7 +47,7 @@ RESERVED = ("loss", "grad_norm", "lr")  # names in train/NAME that the run write
 
 
 class Callbacks(Observer):
-    """Calls the task's on_step, and ends the run if that returns "stop". Errors: DataError."""
+    """Calls the task's on_step, and ends the run if that returns "stop". Raises DataError."""
 
     def __init__(self, run: Run, stop: AgreedStop):
         for name, near_name in misspelt_methods(run.task).items():
@@ -73,7 +73,7 @@ class Callbacks(Observer):
 
 
 def check_trained(run: Run, step: int) -> None:
-    """Errors: DataError if a parameter was frozen or added after the optimizer was built."""
+    """Raises DataError if a parameter was frozen or added after the optimizer was built."""
     trained = set(run.parallel.parameters)
     for name, parameter in run.parallel.module.named_parameters():
         if parameter.requires_grad != (parameter in trained):
@@ -85,7 +85,7 @@ def check_trained(run: Run, step: int) -> None:
 
 
 def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
-    """{train/NAME: scalar on the device} from the task; does not wait for it. Errors: DataError."""
+    """{train/NAME: scalar on the device} from the task; does not wait for it. Raises DataError."""
     name = "train_metrics(run, report)"
     method = run.task.train_metrics  # type: ignore[attr-defined]
     values = call_task(DataError, name, method, run, report, when=f" after step {run.step}")
@@ -119,7 +119,7 @@ def misspelt_methods(task: Any) -> dict[str, str]:
 
 
 def add_own_observers(run: Run) -> None:
-    """Add the observers from run.observers and the task, once per run. Errors: ConfigError."""
+    """Add the observers from run.observers and the task, once per run. Raises ConfigError."""
     if any(not type(each).__module__.startswith("dist_amp.") for each in run.observers):
         return  # added in an earlier fit
     own: list[Any] = []

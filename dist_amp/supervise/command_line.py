@@ -16,7 +16,7 @@ Main = Callable[[Sequence[str]], int | None]  # a command: arguments -> exit sta
 
 
 def run_folder(text: str) -> Path:
-    """The local folder that an argument names. Errors: ConfigError for an address."""
+    """The local folder that an argument names. Raises ConfigError for an address."""
     if "://" in text:
         raise ConfigError(
             f"{text} is an address, and this needs a folder on a disk; a run at an address prints "

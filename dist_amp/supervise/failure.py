@@ -40,7 +40,7 @@ Work = Callable[[Job], int]
 def supervise(config: Config, ranks: Ranks, work: Work, raises: bool = False) -> int:
     """Join the ranks and call work(job); returns its exit status. Reports an error once.
 
-    Errors: SystemExit with the error's exit status; if `raises`, the error itself, not printed.
+    Raises SystemExit with the error's exit status; if `raises`, the error itself, not printed.
     """
     job: Job | None = None
     watchdog: Any = None

@@ -311,7 +311,7 @@ def close_preempted(run: Run, stop: AgreedStop) -> int:
 
 
 def close_run(run: Run, stop: AgreedStop) -> int:
-    """End a completed run. Errors: NumericsError if all steps, or the last two, were skipped."""
+    """End a completed run. Raises NumericsError if all steps, or the last two, were skipped."""
     skipped = int(run.schedule.skips_in_a_row)
     if skipped > 1 or not run.schedule.applied_steps:
         fix = "precision.dtype=bf16 or --use_amp false, " if run.precision.name == "fp16" else ""

@@ -33,7 +33,7 @@ LOADER_KEYS = ("sources", "group_by_length", "on_bad_sample", "workers", "shuffl
 
 
 def check_launch() -> None:
-    """Check how torchrun was started. Errors: ConfigError; Failure if it or a machine is gone."""
+    """Check how torchrun was started. Raises ConfigError; Failure if it or a machine is gone."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ConfigError(
@@ -58,7 +58,7 @@ def check_launch() -> None:
 
 
 def make_folder(folder: Path, config: Config, world: World) -> None:
-    """Create the run's folder, or check that the run may use it. Errors: Failure, ConfigError."""
+    """Create the run's folder, or check that the run may use it. Raises Failure, ConfigError."""
     if world.is_main:
         if config.run.resume == "never" and all_checkpoints(folder) and not attempt():
             raise ConfigError(
@@ -84,7 +84,7 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
 
 @contextmanager
 def only_live_run(folder: Path, world: World) -> Iterator[None]:
-    """Lock the run's folder for a with-block. Errors: Failure with the process that holds it."""
+    """Lock the run's folder for a with-block. Raises Failure with the process that holds it."""
     with ExitStack() as locks:
         problem: Failure | None = None
         if world.is_main:
@@ -105,7 +105,7 @@ def only_live_run(folder: Path, world: World) -> Iterator[None]:
 
 
 def check_free_space(run: Run) -> None:
-    """Errors: Failure if this run's checkpoints will not fit on the disk."""
+    """Raises Failure if this run's checkpoints will not fit on the disk."""
     if run.config.checkpoint.every == "off":
         return
     # The model, and AdamW's two moments, which do not exist before the first step.

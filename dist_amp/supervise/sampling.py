@@ -87,7 +87,7 @@ def printable(text: str) -> str:
 
 
 def as_text_or_image(sample: Any) -> str | Tensor:
-    """A sample as text, or as an image: uint8 [H, W, C] on the host. Errors: DataError."""
+    """A sample as text, or as an image: uint8 [H, W, C] on the host. Raises DataError."""
     if isinstance(sample, str):
         return sample
     if not isinstance(sample, Tensor) or sample.dim() != 3 or len(sample) not in (1, 3, 4):
@@ -101,7 +101,7 @@ def as_text_or_image(sample: Any) -> str | Tensor:
 
 
 def check_memory(run: Run) -> None:
-    """Errors: DataError if a rank lacks memory for the whole model, besides its shards."""
+    """Raises DataError if a rank lacks memory for the whole model, besides its shards."""
     itemsize = run.precision.dtype.itemsize if run.precision.cast_by == "policy" else 4
     needed = sum(p.numel() for p in run.parallel.module.parameters()) * itemsize
     free_here = capacity_of(run.world)[0] - memory_use(run.world.device)[1]

@@ -132,7 +132,7 @@ class HFCausalLM(huggingface.FineTuning):
 
 
 def check_documents_are_apart(run: Any, how: PackedAttention) -> None:
-    """Errors: ConfigError, on all ranks, for a model that attends across packed documents."""
+    """Raises ConfigError, on all ranks, for a model that attends across packed documents."""
     batch = run.data.last_step[0][0]
     batch = getattr(batch, "batch", batch)  # a Padding wraps a batch
     model = run.parallel.module

@@ -93,7 +93,7 @@ class HFClassification(huggingface.FineTuning):
         return {**inputs, "labels": torch.tensor(labels)}
 
     def number_of(self, label: Any) -> int:
-        """The class number of a label, a number or a name. Errors: ValueError for another label."""
+        """The class number of a label, a number or a name. Raises ValueError for another label."""
         if isinstance(label, str) and label in self.names:
             return self.names.index(label)
         if isinstance(label, int | float) and label in range(self.classes):

@@ -40,7 +40,7 @@ FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 
 
 def model_folder(name: str) -> Path:
-    """The local folder `name`, or that of a model downloaded from the hub. Errors: DataError."""
+    """The local folder `name`, or that of a model downloaded from the hub. Raises DataError."""
     if Path(name).is_dir():
         return Path(name)
     stay_local_without_network()
@@ -54,7 +54,7 @@ def model_folder(name: str) -> Path:
 
 
 def open_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
-    """kind.from_pretrained(folder), for a config, tokenizer or processor. Errors: DataError."""
+    """kind.from_pretrained(folder), for a config, tokenizer or processor. Raises DataError."""
     try:
         return kind.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises many types, with many lines
@@ -180,7 +180,7 @@ class FineTuning:
         self.folder = model_folder(self.model)
 
     def build(self, kind: Any, tokenizer: Any = None, **options: Any) -> nn.Module:
-        """`build`, with LoRA adapters. Errors: ConfigError for a target that matches no layer."""
+        """`build`, with LoRA adapters. Raises ConfigError for a target that matches no layer."""
         if self.lora_rank == 0:
             return build(kind, self.folder, tokenizer, **options)
         model: Any = build(kind, self.folder, tokenizer, as_saved=True, **options)
@@ -236,7 +236,7 @@ class FineTuning:
 def make_loss_head(model: Any, chunk: Chunk) -> None:
     """Turn the model's head into a LossHead, unless the model changes the head's logits.
 
-    Errors: ConfigError for such a model if `chunk` is a number.
+    Raises ConfigError for such a model if `chunk` is a number.
     """
     if chunk == "off":
         return

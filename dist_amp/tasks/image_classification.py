@@ -70,7 +70,7 @@ class ImageClassification:
 
     @cached_property
     def class_count(self) -> int:
-        """The number of classes. Errors: DataError if neither settings nor data have it."""
+        """The number of classes. Raises DataError if neither settings nor data have it."""
         if self.classes != "auto":
             return self.classes
         if len(self.names) < 2:

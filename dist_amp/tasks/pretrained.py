@@ -41,7 +41,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
     model: a transformers model, perhaps wrapped by peft, or plain modules; sharded or not, with
     memory. LoRA adapters are initialised: these files have none. fresh_head: initialise a head (all
     outside the base model, and a pooler) that the files lack, and ignore a different head in them.
-    Initial values depend only on torch's seed. Errors: DataError.
+    Initial values depend only on torch's seed. Raises DataError.
     """
     folder = Path(folder)
     wrapped: Any = model
@@ -86,7 +86,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The single file, or those of the index. Errors: DataError if there is neither."""
+    """The single file, or those of the index. Raises DataError if there is neither."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
@@ -100,7 +100,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_shapes(folder: Path, targets: Targets, slices: Slices) -> None:
-    """Errors: DataError if a shape differs, or the file has integers for floating-point weights."""
+    """Raises DataError if a shape differs, or the file has integers for floating-point weights."""
     for name in sorted(slices.keys() & targets.keys()):
         target = targets[name][0]
         shape = slices[name].get_shape()
@@ -222,7 +222,7 @@ def copy_into(value: Tensor, target: Tensor) -> None:
 
 
 def initialise_adapters(model: Any) -> None:
-    """Initialise LoRA adapters by peft's default. Errors: DataError for another method."""
+    """Initialise LoRA adapters by peft's default. Raises DataError for another method."""
     for config in getattr(model, "peft_config", {}).values():
         if getattr(config, "init_lora_weights", True) is not True:
             raise DataError(

@@ -87,7 +87,7 @@ class Mfu(Observer):
 
 
 def find_mfu(world: World, config: Config, task: Task, parallel: Parallel) -> Mfu | None:
-    """The run's Mfu; None if it can't be computed. Errors: as for `flops_per_item`."""
+    """The run's Mfu; None if it can't be computed. Raises as `flops_per_item`."""
     peak = config.metrics.peak_flops
     if peak == "auto" and world.device.type != "cuda":
         return None
@@ -114,7 +114,7 @@ def find_mfu(world: World, config: Config, task: Task, parallel: Parallel) -> Mf
 
 
 def flops_per_item(task: Any, model: nn.Module) -> float:
-    """The task's FLOPs per item. Errors: DataError unless they are a finite number above 0."""
+    """The task's FLOPs per item. Raises DataError unless they are a finite number above 0."""
     name = "flops_per_item(model)"
     flops: float = call_task(DataError, name, lambda: float(task.flops_per_item(model)))
     if not 0 < flops < math.inf:

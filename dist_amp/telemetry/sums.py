@@ -120,7 +120,7 @@ class WeightedMeans:
         """{metric: its mean}, equal on every rank; every rank calls it.
 
         With a total weight of 0, the loss is nan, and any other metric whose sum is 0 is left out.
-        Errors: DataError, on every rank, if batches or ranks have different metrics.
+        Raises DataError, on every rank, if batches or ranks have different metrics.
         """
         # In the same order on every rank, with the loss first.
         names = sorted(self._sums, key=lambda name: (name != "loss", name))
