@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 Count = Annotated[int, Ge(1)]
 PositiveFloat = Annotated[float, Gt(0)]
@@ -69,7 +69,7 @@ class SourceConfig(Section):
     """A dataset on the Hugging Face hub: user/name, user/name:configuration, or either followed by
     @revision (a branch, tag or commit); auto: the dataset that the task ships with.
     """
-    path: str = "off"
+    path: Annotated[str, MinLen(1)] = "off"
     """Instead of data.name: a file, folder or glob, local or at an address that fsspec supports,
     such as s3://bucket/*.parquet. The file extensions tell the format.
     """

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from dist_amp.config.load import load_config
 from dist_amp.distributed.process import configure_logging, cpu_cores
-from dist_amp.errors import ConfigError
+from dist_amp.errors import ConfigError, Failure, in_one_line
 from dist_amp.sources.conversations import LAYOUTS, check_rows
 from dist_amp.sources.load import load_rows
 from dist_amp.sources.token_shards import TokenShards, read_manifest
@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> None:
     options, words = parser.parse_known_args(argv)
     configure_logging(0)
     folder = options.check or options.out
-    if folder is None or (options.check and options.out):
-        raise ConfigError("give --out FOLDER to write tokens, or --check FOLDER to verify them")
+    if folder is None or (options.check and (options.out or words)):
+        raise ConfigError("give --out FOLDER to write tokens, or --check FOLDER alone to verify")
     if options.check:
         for name in read_manifest(folder).splits:
             TokenShards(folder, name).check_hashes()
@@ -62,12 +62,10 @@ def write(folder: Path, words: Sequence[str], workers: int, shard_tokens: int) -
             f"--workers {workers} and --shard_tokens {shard_tokens} must be at least 0 and 1"
         )
     data = load_config(words).data
-    if data.name == "auto" and data.path == "off":
-        raise ConfigError("neither data.path nor data.name is set; name the rows to tokenize")
-    if names := list(data.sources):
+    if data.sources or data.tokenizer == "auto" or (data.name == "auto" and data.path == "off"):
         raise ConfigError(
-            f"data.sources has {', '.join(names)}; tokenize each source on its own, and mix the "
-            "folders"
+            "set data.tokenizer, and data.path or data.name, the rows to tokenize; tokenize each "
+            "of data.sources on its own, and mix the folders"
         )
     tokenizer = open_tokenizer(data.tokenizer)
     splits = {}
@@ -78,7 +76,11 @@ def write(folder: Path, words: Sequence[str], workers: int, shard_tokens: int) -
             splits[split] = rows
     if workers == 1:
         workers = 0
-    tokenize(folder, splits, tokenizer, data.text_column, workers, shard_tokens)
+    try:
+        tokenize(folder, splits, tokenizer, data.text_column, workers, shard_tokens)
+    except (OSError, EOFError, RuntimeError) as error:  # the last two if a worker has died
+        fix = "use another --out, or if a worker has died (out of memory?), fewer --workers"
+        raise Failure(f"{folder} can't be written: {in_one_line(error)}; {fix}") from error
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def expected_text(problems: Sequence[Any], value: str) -> str:
     """What pydantic expects, such as "a valid integer or 'off'", and the most similar choice."""
     expected = []
     for problem in problems:
-        text = problem["msg"].removeprefix("Input should be ")
+        text = re.sub("^(Input|String) should (be|have) ", "", problem["msg"])
         if problem["type"] == "missing":  # an item of a list
             text = "more values"
         elif problem["type"] == "needs_python_object":

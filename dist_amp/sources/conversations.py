@@ -94,8 +94,8 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
     if not chats:
         return
     rows = columns_read(rows, text_column)
-    for row in rows.__getitems__(list(range(min(len(rows), ROWS_TO_TRY)))):
-        with suppress(Exception):  # reported with its number when the row is encoded
+    with suppress(Exception):  # reported with its number when the row is encoded
+        for row in rows.__getitems__(list(range(min(len(rows), ROWS_TO_TRY)))):
             messages, trained_from = chat_of(row, text_column)
             answers = len(trained_answers(messages, trained_from))
             _, labels = encode_chat(messages, tokenizer.chat, trained_from, row.get("tools"))
@@ -149,6 +149,8 @@ def chat_of(row: Row, text_column: str) -> tuple[list[Message], int]:
         return prompt + turns(row, "completion"), len(prompt)
     messages = turns(row, form)
     if row.get("system") and form == "conversations":
+        if any(message["role"] == "system" for message in messages):
+            raise DataError("the row has a system column and a system message; keep one of them")
         messages.insert(0, {"role": "system", "content": text_of(row, "system")})
     return messages, 0
 

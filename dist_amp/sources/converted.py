@@ -234,7 +234,7 @@ def labels_of_tables(files: Files) -> list[Any]:
 def not_loaded(source: str, error: Exception, fix: str) -> DataError:
     cause = error.__cause__ or error  # the library wraps errors in a general one
     text = " ".join(str(cause).split()) or type(cause).__name__
-    if text == "StopIteration" or re.search("to no data|at least one example", text):
+    if text == "StopIteration" or re.search("to no data|at least one example|BatchSize", text):
         text = "it has no rows"
     return DataError(f"{source} could not be loaded: {text:.400}; {fix}")
 

@@ -88,8 +88,8 @@ def find_files(config: SourceConfig) -> Files:
         raise unreachable(fs, root, error) from error
     if not sizes:
         raise DataError(
-            f"data.path={config.path} names no file; give a file, a folder or a glob, or check the "
-            "bucket's name"
+            f"data.path={config.path} names no file that may be read; give a file, a folder or a "
+            "glob, or check the bucket's name"
         )
     found_marks = [mark for name, mark in MARKS.items() if posixpath.join(root, name) in sizes]
     if is_folder and found_marks:
@@ -113,6 +113,8 @@ def find_files(config: SourceConfig) -> Files:
             "such as *.jsonl, or rename the files, or make links to them with such an ending"
         )
     format_ = formats.pop()
+    if is_local(fs) and format_ != "images":  # a file that links lead to is read once
+        paths = sorted({os.path.realpath(path): path for path in paths[::-1]}.values())
     size = sum(sizes[path] or 0 for path in paths)
     return Files(fs, root, format_, split_by_name(paths, format_), size, rest, tuple(tables))
 
@@ -144,8 +146,9 @@ def list_files(fs: Any, root: str) -> tuple[bool, Sizes]:
     is_folder = info.get("type") == "directory"
     sizes: Sizes = {}
     if is_folder and is_local(fs):  # glob follows links to folders, which fsspec leaves out
-        inside = glob.iglob(glob.escape(root) + "/**", recursive=True)
-        sizes = {path: os.path.getsize(path) for path in inside if not os.path.isdir(path)}
+        for path in glob.iglob(glob.escape(root) + "/**", recursive=True):
+            if os.path.isfile(path) or not os.path.exists(path):  # no pipe: reading it would block
+                sizes[path] = os.path.getsize(path)  # an error for a link to nothing
     else:
         search = fs.find if is_folder else fs.glob
         for path, entry in search(root, detail=True).items():

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dist_amp.config.values import as_typed
 from dist_amp.errors import ConfigError, DataError, in_one_line
 from dist_amp.loading.loader import read
 from dist_amp.settings import DataConfig, SourceConfig
@@ -119,9 +120,10 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
             held_out = existing[0]
     for key, value in (("split", name), ("validation_split", held_out)):
         if isinstance(value, str) and value not in splits:
-            raise DataError(
-                f"data.{key}={value} does not exist; the dataset has {', '.join(splits)}; a "
-                "validation_split may also be a share of the rows, such as 0.1, or last:0.1"
+            kind = DataError if isinstance(as_typed(value), str) else ConfigError
+            raise kind(
+                f"data.{key}={value} does not exist; the dataset has {', '.join(splits)}; "
+                "validation_split may also be a share above 0 and below 1, such as 0.1 or last:0.1"
             )
     if split == "validation" and isinstance(held_out, str):
         name = held_out
@@ -132,8 +134,7 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
         rows = held_out_part(rows, split, held_out, method)
     if rows is None:
         return None
-    present = {config.text_column, *other_columns} & set(rows.column_names)
-    if not present:
+    if not {config.text_column, *other_columns} & set(rows.column_names):
         columns = " or ".join((f"data.text_column={config.text_column}", *other_columns))
         raise DataError(f"{columns} does not exist; the columns are {', '.join(rows.column_names)}")
     return rows

@@ -20,10 +20,9 @@ from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, DataError, Failure, in_one_line
 from dist_amp.loading.loader import read, samples_text
 from dist_amp.settings import DataConfig, MixedSourceConfig, SourceConfig
-from dist_amp.sources.token_shards import short_hash
+from dist_amp.sources.token_shards import Array, short_hash
 
 log = logging.getLogger(__name__)
-Array = numpy.ndarray[Any, Any]
 
 LONGEST_BLOCK = 10_000  # samples of a block with a table, which takes 160 KB
 CLOSE_ENOUGH = 1e-3  # relative error of the shares at which the search for a short block ends
@@ -156,8 +155,13 @@ def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
     largest remainders. Fractions make a weight such as 0.1 exact, and so the epoch's length.
     """
     exact = [Fraction(str(weight)) for weight in weights.values()]
-    total = sum(exact)
-    shares = [weight / total for weight in exact]
+    shares = [weight / sum(exact) for weight in exact]
+    length = max(math.ceil(size / share) for size, share in zip(sizes, shares, strict=True))
+    if length > 2**52:  # more than `permute` can shuffle
+        least = min(weights.values())
+        raise ConfigError(
+            f"weight={least:g} in data.sources makes epochs above 2^52 rows; raise it"
+        )
     counts = counts_in_block(weights)
     if all(counts):
         blocks = max(-(-size // count) for size, count in zip(sizes, counts, strict=True))
@@ -165,7 +169,6 @@ def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
         errors = [count - block * share for count, share in zip(counts, shares, strict=True)]
         if max(map(abs, errors)) * blocks < 1:
             return counts
-    length = max(math.ceil(size / share) for size, share in zip(sizes, shares, strict=True))
     counts = [math.floor(length * share) for share in shares]
     remainders = [length * share - count for share, count in zip(shares, counts, strict=True)]
     largest_first = sorted(range(len(counts)), key=remainders.__getitem__, reverse=True)

@@ -188,9 +188,10 @@ class PackedRows:
         lengths = numpy.asarray(self.documents.lengths)
         documents = f"{len(self.documents):,} {split} documents"
         if not len(self):
+            rows = "longer" if (lengths > length).any() else "shorter"
             raise DataError(
                 f"the {documents} have {lengths.sum():,} tokens in all, and do not fill one row of "
-                f"{length:,} with tokens to train on; use shorter rows, more data, or best_fit"
+                f"{length:,} with tokens to train on; use {rows} rows, more data, or best_fit"
             )
         log.info(
             f"data: {documents}, {lengths.sum():,} tokens: {len(self):,} rows of at most "

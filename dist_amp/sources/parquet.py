@@ -2,7 +2,7 @@
 
 Footers are read at the start; three numbers per row group stay in memory. A run's order of samples
 is `stream_order`, in which each rank reads from few row groups at a time. Over all ranks, each row
-group is read once per epoch, except that several ranks may read those of a partial last step.
+group is read once per epoch, but for a few that `stream_order` names.
 """
 
 import copy

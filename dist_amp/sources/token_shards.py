@@ -58,7 +58,6 @@ class Split:
     rows: int  # of the source, with those that became no document
     chats: bool  # whether the rows are chats
     shards: tuple[TokenShard, ...] = ()
-    content: str = ""  # a hash of its rows, written by versions before 0.5
 
     def total(self, field_name: str) -> int:
         """The number of "documents", "tokens" or "counted" tokens in all shards."""
@@ -111,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def holds_tokens(path: str) -> bool:
     """Whether `path` is a folder that dist_amp.tokenize wrote, or began to write."""
-    return (Path(path.removeprefix("file://")) / MANIFEST).is_file()
+    return os.path.isfile(Path(path.removeprefix("file://")) / MANIFEST)  # False if unreadable
 
 
 def short_hash(*facts: Any) -> str:

@@ -89,8 +89,8 @@ def _from_file(file: Path, name: str) -> Tokenizer:
     rules.no_truncation()
     rules.no_padding()
     vocabulary = max(rules.get_vocab().values(), default=-1) + 1
-    if vocabulary == 0:
-        raise ValueError("its model has no tokens")
+    if (largest := max(rules.encode("a").ids, default=0)) >= vocabulary:
+        raise ValueError(f"its model has {vocabulary} tokens, too few for the id {largest}")
     ends = map(rules.token_to_id, ENDS)
     end = next((number for number in ends if number is not None), None)
     decode = partial(rules.decode, skip_special_tokens=False)

@@ -195,15 +195,15 @@ def existing_manifest(folder: Path, new: Manifest) -> Manifest | None:
             )
         return None
     manifest = read_manifest(folder)
-    splits = {
-        name: replace(split, shards=(), content="") for name, split in manifest.splits.items()
-    }
+    splits = {name: replace(split, shards=()) for name, split in manifest.splits.items()}
     begun = asdict(replace(manifest, tokenizer=new.tokenizer, complete=False, splits=splits))
     for key, value in asdict(new).items():
         if begun[key] != value:
+            problem = f"with {key} {begun[key]}, not {value}"
+            if key == "splits":
+                problem = "of other rows, or of rows in an older version's order"
             raise ConfigError(
-                f"{folder} holds tokens with {key} {begun[key]}, not {value}; give another folder, "
-                "or remove this one"
+                f"{folder} holds tokens {problem}; tokenize into another folder, or remove this one"
             )
     return manifest
 
@@ -259,9 +259,13 @@ class Chunks:
 
     def __getitem__(self, chunk: range) -> list[tuple[int, Array, Array]] | DataError:
         documents = []
-        for number, row in zip(chunk, self.rows.__getitems__(list(chunk)), strict=True):
+        try:
+            rows = iter(self.rows.__getitems__(list(chunk)))
+        except Exception:  # a damaged file: read row by row, to name the row
+            rows = map(self.rows.__getitem__, chunk)
+        for number in chunk:
             try:
-                ids, labels = encode(row, self.tokenizer, self.text_column)
+                ids, labels = encode(next(rows), self.tokenizer, self.text_column)
             except Exception as error:  # templates raise errors of any type
                 selection = getattr(self.rows, "_indices", None)  # a Dataset's selection of rows
                 if selection is not None:

@@ -1,6 +1,7 @@
 """Documents in rows: which tokens are where, what counts, how full rows are, and bad inputs."""
 
 import hashlib
+import re
 
 import numpy
 import pyarrow.parquet
@@ -179,11 +180,11 @@ ALL_MASKED = Documents(torch.ones(8, 7), first=6)  # whose answers come after a 
     [
         (("cut", "truncate"), [{}], 64, "data.pack=cut needs the documents"),
         (("best_fit", "split"), [{}], 64, "data.pack=best_fit needs the documents"),
-        (("cut", "split"), Documents.numbered(2, 3), 65, "the 2 train documents have 5 tokens in"),
-        (("best_fit", "truncate"), ALL_MASKED, 65, "the 8 train documents have 56 tokens in all, "),
+        (("cut", "split"), Documents.numbered(2, 3), 65, "the 2 train .* use shorter rows"),
+        (("best_fit", "truncate"), ALL_MASKED, 65, "the 8 train .* 56 .* use longer rows"),
     ],
 )
 def test_documents_that_make_no_rows_are_refused(settings, documents, status, message):
     text = message_of(status, Packing(6, *settings).rows, documents, "train")
-    assert text.startswith(message)
+    assert re.match(message, text)
     assert Packing(6, "cut", "split").rows(Documents.numbered(2, 3), "validation") is None

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import os
 import sys
 import zipfile
 from types import SimpleNamespace
@@ -108,6 +109,8 @@ def test_files_in_archives_and_behind_links_are_read_and_a_link_to_nothing_is_na
     assert all_rows(f"zip://inside/*.jsonl::{tmp_path}/all.zip")["text"][:] == TEXTS
     write(tmp_path, {"real/b.jsonl": '{"text": "b"}', "data/a.jsonl": '{"text": "a"}'})
     (tmp_path / "data/more").symlink_to(tmp_path / "real")
+    (tmp_path / "data/twin").symlink_to(tmp_path / "data/more")
+    os.mkfifo(tmp_path / "data/pipe.jsonl")
     assert sorted(all_rows(tmp_path / "data")["text"]) == ["a", "b"]
     (tmp_path / "data/gone.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
     assert "gone.jsonl" in message_of(65, all_rows, tmp_path / "data")
@@ -204,6 +207,8 @@ PNG = dict.fromkeys(("cat/1.png", "dog/2.png", "stray.png"), "")
         ({"a.txt": b"some\ncaf\xe9\n"}, {}, 65, "line 2 of a.txt is not UTF-8"),
         ({"a.csv": b"text\ncaf\xe9\n"}, {}, 65, "a.csv can't be read as a table: In CSV"),
         ({"a.jsonl": LINES}, {"validation_split": "last:2"}, 65, "last:2 does not exist"),
+        ({"a.jsonl": LINES}, {"validation_split": "nan"}, 64, "a share above 0 and below 1"),
+        ({"a.jsonl": LINES}, {"path": ""}, 64, "data.path=(nothing) on the command line must be"),
         ({"a.csv": "text,n\na,b,1\n"}, {}, 65, "Row #2: Expected 2 columns, got 3: a,b,1; correct"),
         ({"a.csv": "text,n\na,1\n", "b.csv": "text,n\na,b\n"}, {}, 65, "b.csv can't be read as"),
         ({"a.jsonl": GOOD, "b.jsonl": '{"title": "a"}'}, {}, 65, "names don't match"),

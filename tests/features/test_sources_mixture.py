@@ -155,6 +155,12 @@ def test_a_source_that_an_epoch_repeats_too_often_is_warned_of_with_both_numbers
         assert bool(printed) == bool(warning)
 
 
+@pytest.mark.parametrize(("weight", "least"), [(1e-17, "1e-17"), (1e-300, "1e-300"), (1e300, "1")])
+def test_weights_that_make_an_epoch_too_long_are_refused(weight, least):
+    message = message_of(64, counts_of, {"a": 1.0, "b": weight}, [40, 40])
+    assert message.startswith(f"weight={least} in data.sources makes epochs above 2^52 rows; raise")
+
+
 BY_ROW_GROUP = Tokens(3)
 BY_ROW_GROUP.shuffled = None
 

@@ -212,6 +212,7 @@ def test_streams_are_picked_for_any_row_groups_and_ranks_and_take_every_row_once
 
 @pytest.mark.bad_input("a Parquet file that is empty, cut off, something else, or without any row")
 @pytest.mark.bad_input("a Parquet file with a damaged page")
+@pytest.mark.usefixtures("own_cache")
 def test_a_file_that_is_no_parquet_and_a_damaged_row_group_are_named(tmp_path):
     paths = written(tmp_path, EVEN, write_page_checksum=True, use_dictionary=False)
     start = pq.ParquetFile(paths[2]).metadata.row_group(3).column(1).data_page_offset
@@ -229,6 +230,7 @@ def test_a_file_that_is_no_parquet_and_a_damaged_row_group_are_named(tmp_path):
     paths = written(tmp_path, [[0], [5], []])
     assert len(view(paths)) == 5
     assert "part-000.parquet has no rows, nor has" in message_of(65, view, paths[::2])
+    assert "loaded: it has no rows; check" in message_of(65, split_of, paths[0], view="map")
 
 
 @pytest.mark.bad_input("Parquet files whose columns or types differ, where the column is read")

@@ -23,6 +23,7 @@ from dist_amp.sources.tokens import token_documents, tokenize
 pytest.importorskip("transformers")
 from messages import message_of
 from tiny_hf import MARKED_TEMPLATE, TEMPLATE, make_tokenizer, write_rows
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -81,9 +82,13 @@ def test_a_tokenizer_that_can_not_be_read_or_is_too_large_is_refused(tmp_path, m
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.json").write_text(EMPTY)
+    rules = make_tokenizer(tmp_path / "model").backend_tokenizer
+    rules.post_processor = TemplateProcessing(single="$A [X]", special_tokens=[("[X]", 70_000)])
+    rules.save("adds.json")
     for name, cause in (
         ("missing.json", "it does not exist;"),
-        ("empty.json", "its model has no tokens;"),
+        ("empty.json", "its model has 0 tokens, too few for the id 0;"),
+        ("adds.json", "its model has 260 tokens, too few for the id 70000;"),
         ("nobody/nothing", ""),
     ):
         message = message_of(65, open_tokenizer, name)
@@ -170,6 +175,10 @@ def test_a_row_that_makes_no_tokens_is_named_by_its_number_in_the_file(tmp_path)
     data = source(tmp_path, [*TEXTS * 2, {"text": None}, *TEXTS])
     message = message_of(65, token_documents, replace(data, validation_split=0.01), "train", BYTES)
     assert message.startswith("row 48 can't be encoded: the column text")
+    content = (tmp_path / "rows.jsonl").read_bytes().replace(b"null", b'"\xff"')
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    message = message_of(65, token_documents, replace(data, validation_split=0.01), "train", BYTES)
+    assert message.startswith("row 48 can't be encoded: UnicodeDecodeError: ")
 
 
 # ---- chats ----
@@ -320,6 +329,7 @@ ONE_OF_TWO = {"messages": [HI, {**ONE, "weight": 0}, MORE, TWO]}
     [
         ("QWEN", changed(weight=0.5), "messages has weight 0.5 in a message of the assistant; us"),
         ("QWEN", changed(training=False), "messages has training in a message of the assis"),
+        ("QWEN", {"conversations": [{**HI, "role": "system"}], "system": "s"}, "the row has a sys"),
         ("QWEN", changed(role="Assistant"), "messages has the unknown role Assistant; use one of"),
         ("QWEN", changed(content=None), "messages holds .*; make it a list of messages, each with"),
         ("QWEN", changed(content=[{"type": "image"}]), "messages holds .* and content, a text"),

@@ -208,29 +208,41 @@ def test_an_interrupted_command_continues_with_the_rows_that_are_missing_and_pri
 @pytest.mark.bad_input("`tokenize` without `--out`, a tokenizer or rows, or with a mixture")
 def test_a_wrong_command_line_is_one_line(tmp_path, capsys):
     for words, said in (
-        ("", "give --out FOLDER to write tokens, or --check FOLDER to verify them"),
-        ("--check a --out b", "give --out FOLDER to write tokens, or --check"),
-        ("--out o --data.path off", "neither data.path nor data.name is set; name the rows to"),
-        ("--out o --data.sources.wiki.path x", "data.sources has wiki; tokenize each source on"),
+        ("", "give --out FOLDER to write tokens, or --check FOLDER alone to verify"),
+        ("--check a", "give --out FOLDER to write tokens, or --check"),
+        ("--out o --data.path off", "set data.tokenizer, and data.path or data.name, the rows to"),
+        ("--out o --data.tokenizer auto", "set data.tokenizer, and data.path or data.name"),
+        ("--out o --data.sources.wiki.path x", "set data.tokenizer, and data.path or data.name"),
     ):
         assert run(tmp_path, *words.split()) == 64
         assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.bad_input("`tokenize --out` with a file, or a worker that is killed")
+def test_tokens_that_can_not_be_written_are_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 20)
+    assert run(tmp_path, "--out", tmp_path / "rows.jsonl") == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: {tmp_path}/rows.jsonl can't be written: FileExistsError" in line
+    monkeypatch.setattr(tokens, "encode", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    assert run(tmp_path, "--out", tmp_path / "tokens", "--workers", 2) == 1
+    assert "fewer --workers" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.bad_input("`tokenize --out` with a folder of other tokens, or of other files")
 @pytest.mark.parametrize(
     ("change", "fragment"),
     [
-        ({"shard_tokens": 9}, "shard_tokens 40, not 9"),
-        ({"tokenizer": replace(BYTES, identity="other")}, "identity bytes, not other"),
-        ({"rows": texts(41)}, "splits {'train': {'source': "),
+        ({"shard_tokens": 9}, "with shard_tokens 40, not 9; tokenize into another folder"),
+        ({"tokenizer": replace(BYTES, identity="other")}, "with identity bytes, not other"),
+        ({"rows": texts(41)}, "of other rows, or of rows in an older version's order; tokenize in"),
     ],
 )
 def test_a_folder_of_other_tokens_is_never_written_over(change, fragment, tmp_path):
     write(tmp_path / "tokens", texts())
     before = content(tmp_path)
     message = message_of(64, write, tmp_path / "tokens", **{"rows": texts(), **change})
-    assert message.startswith(f"{tmp_path}/tokens holds tokens with {fragment}")
+    assert message.startswith(f"{tmp_path}/tokens holds tokens {fragment}")
     message = message_of(64, write, tmp_path, texts())
     assert message.startswith(f"{tmp_path} holds other files, such as ")
     assert content(tmp_path) == before
