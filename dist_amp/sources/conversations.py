@@ -157,7 +157,7 @@ def chat_of(row: Row, text_column: str) -> tuple[list[Message], int]:
 
 def turns(row: Row, column: str) -> list[Message]:
     """The messages in a column, checked: with known roles, contents as one string each, and without
-    the nulls that Arrow adds. Errors: DataError for anything else.
+    the nulls that Arrow adds. Raises DataError for anything else.
     """
     messages = without_nulls(row[column])
     problem = DataError(
@@ -238,7 +238,7 @@ def encode_chat(
 
 
 def check_tools(messages: list[Message], tools: Any, text: str, tokenizer: Any) -> None:
-    """Errors: DataError if the template leaves out tools or calls, or quotes arguments twice."""
+    """Raises DataError if the template leaves out tools or calls, or quotes arguments twice."""
     template = f"the chat template of {tokenizer.name_or_path}"
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     for key, content in (("tools", tools), ("tool_calls", calls)):

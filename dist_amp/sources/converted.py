@@ -68,7 +68,7 @@ def from_hub(config: SourceConfig) -> Any:
 
 
 def from_files(config: DataConfig, files: Files) -> Any:
-    """All splits of the files. Errors: DataError that names the file and, if known, the line."""
+    """All splits of the files. Raises DataError that names the file and, if known, the line."""
     fix = "check the files"
     try:
         with quiet_library(files):

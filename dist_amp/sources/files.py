@@ -113,8 +113,10 @@ def find_files(config: SourceConfig) -> Files:
             "such as *.jsonl, or rename the files, or make links to them with such an ending"
         )
     format_ = formats.pop()
-    if is_local(fs) and format_ != "images":  # a file that links lead to is read once
-        paths = sorted({os.path.realpath(path): path for path in paths[::-1]}.values())
+    if is_local(fs) and format_ != "images":  # a folder that a link leads to as well is read once
+        parts = {path: posixpath.split(path) for path in paths[::-1]}
+        real = {folder: os.path.realpath(folder) for folder in {f for f, _ in parts.values()}}
+        paths = sorted({(real[f], name): path for path, (f, name) in parts.items()}.values())
     size = sum(sizes[path] or 0 for path in paths)
     return Files(fs, root, format_, split_by_name(paths, format_), size, rest, tuple(tables))
 
@@ -220,7 +222,7 @@ def stay_local_without_network() -> None:
 
 
 def fetch(fs: Any, path: str, start: int, end: int) -> Any:
-    """Bytes [start, end) of a file; retried if fewer arrive. Errors: as for `with_retries`."""
+    """Bytes [start, end) of a file; retried if fewer arrive. Raises as `with_retries`."""
 
     def read_range() -> bytes:
         # By keyword: a file system may have parameters before these, such as S3's version_id.
@@ -233,7 +235,7 @@ def fetch(fs: Any, path: str, start: int, end: int) -> Any:
 
 
 def with_retries(fs: Any, path: str, call: Callable[[], Any]) -> Any:
-    """Call it, again while its error may be temporary. Errors: DataError, FileNotFoundError."""
+    """Call it, again while its error may be temporary. Raises DataError, FileNotFoundError."""
     start = time.monotonic()
     pause = FIRST_PAUSE
     while True:

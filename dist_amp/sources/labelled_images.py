@@ -16,7 +16,7 @@ from dist_amp.sources.load import load_split
 
 
 def labelled_rows(data: DataConfig, split: str, image_column: str, label_column: str) -> Any:
-    """A split's rows with these columns, or None: see `load_rows`. Errors: DataError if missing."""
+    """A split's rows with these columns, or None: see `load_rows`. Raises DataError if missing."""
     if data.name == "auto" and data.path == "off":
         return digits(split, image_column, label_column)
     rows = load_split(data, split, image_column, label_column)
@@ -56,7 +56,7 @@ class LabelledImage:
 
 
 def opened(value: Any) -> Image.Image:
-    """The value of an image column as an image, decoded if it is bytes. Errors: ValueError."""
+    """The value of an image column as an image, decoded if it is bytes. Raises ValueError."""
     path = ""
     if isinstance(value, Mapping):  # as Parquet stores images
         path = value.get("path") or ""

@@ -144,7 +144,7 @@ def held_out_part(rows: Any, split: str, share: float, method: str = "") -> Any:
     """The rows for `split`, after a share of them is held out for validation.
     method: "last" holds out the last rows; "auto" or "" random ones; "shuffled" too, but puts the
     training rows in random order, as earlier versions did. None for validation if there is a single
-    row, or with auto a single row group. Errors: DataError if no row is left to train on.
+    row, or with auto a single row group. Raises DataError if no row is left to train on.
     """
     in_groups = hasattr(rows, "row_groups")  # a Parquet view holds out whole row groups
     parts = rows.row_groups if in_groups else len(rows)

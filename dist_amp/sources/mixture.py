@@ -243,7 +243,7 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
 
 
 def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:
-    """The tables of data.sources. Errors: ConfigError if a single source is set, too."""
+    """The tables of data.sources. Raises ConfigError if a single source is set, too."""
     tables = data.sources
     for key in SOURCE_KEYS:
         value = getattr(data, key)

@@ -182,7 +182,7 @@ class PackedRows:
         return pieces
 
     def describe(self, split: str) -> None:
-        """Log how documents became rows. Errors: DataError if they do not fill a row."""
+        """Log how documents became rows. Raises DataError if they do not fill a row."""
         pack = self.packing.pack
         length = self.packing.length
         lengths = numpy.asarray(self.documents.lengths)

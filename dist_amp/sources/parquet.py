@@ -172,7 +172,7 @@ class Reader:
         self.groups: OrderedDict[tuple[int, int], tuple[Row, int]] = OrderedDict()
 
     def _open(self, number: int) -> Any:
-        """The `pyarrow.parquet.ParquetFile`. Errors: DataError if the file has changed."""
+        """The `pyarrow.parquet.ParquetFile`. Raises DataError if the file has changed."""
         file = self.source.files[number]
         if version_of(self.fs, file, refresh=True) != self.source.versions[number]:
             raise DataError(
@@ -201,7 +201,7 @@ class Reader:
         return {name: column[number].as_py() for name, column in columns.items()}
 
     def _read(self, number: int, group: int) -> tuple[Row, int]:
-        """Returns (Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
+        """Returns (Arrow columns, rows) of a row group. Raises DataError if it is damaged."""
         source = self.source
         try:
             opened = self.open(number)
@@ -293,7 +293,7 @@ def digits_reversed(count: int) -> Tensor:
 
 
 def read_source(fs: Any, files: Sequence[str]) -> Source:
-    """Read all footers. Errors: DataError for the first file whose footer can't be read."""
+    """Read all footers. Raises DataError for the first file whose footer can't be read."""
     groups = []
     schemas = []
     identities: list[Any] = []

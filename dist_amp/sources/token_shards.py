@@ -94,7 +94,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Errors: DataError if it is missing, damaged, or of a newer format."""
+    """Raises DataError if it is missing, damaged, or of a newer format."""
     try:
         manifest = TypeAdapter(Manifest).validate_json((folder / MANIFEST).read_bytes())
         if manifest.format > FORMAT:
@@ -199,7 +199,7 @@ class TokenShards:
 
 
 def mapped(path: Path, size: int) -> Array:
-    """A memory map of a file's bytes. Errors: DataError if it is missing or of another size."""
+    """A memory map of a file's bytes. Raises DataError if it is missing or of another size."""
     actual = path.stat().st_size if path.is_file() else 0
     if actual != size:
         raise DataError(

@@ -73,7 +73,7 @@ def of_transformers(tokenizer: Any, name: str = "") -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
-    """Errors: DataError if an embedding of `rows` rows lacks some of the tokenizer's ids."""
+    """Raises DataError if an embedding of `rows` rows lacks some of the tokenizer's ids."""
     if tokenizer.vocabulary > rows:
         fitting = -(-tokenizer.vocabulary // 64) * 64
         raise DataError(

@@ -55,7 +55,7 @@ PROGRESS_SECONDS = 10.0  # between lines of progress
 
 def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
     """A split's `TokenShards`, or `Converted` rows of a Parquet view; None without such a split.
-    rows: used instead of those that `data` names. Errors: ConfigError, DataError.
+    rows: used instead of those that `data` names. Raises ConfigError, DataError.
     """
     if data.tokenizer not in ("auto", tokenizer.name):
         other = open_tokenizer(data.tokenizer)
@@ -185,7 +185,7 @@ def tokenize(
 
 
 def existing_manifest(folder: Path, new: Manifest) -> Manifest | None:
-    """The folder's manifest, if any. Errors: ConfigError if it belongs to other tokens."""
+    """The folder's manifest, if any. Raises ConfigError if it belongs to other tokens."""
     # List the folder only once: another process may begin to write, with the manifest first.
     names = [path.name for path in folder.glob("[!.]*")]
     if MANIFEST not in names:
