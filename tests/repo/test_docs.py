@@ -404,3 +404,19 @@ def test_the_architecture_page_lists_every_folder_and_top_file():
     assert set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)) == folders
     listed = set(re.findall(r"`(\w+\.py)`", text))
     assert {path.name for path in package.glob("*.py")} - listed == {"__init__.py"}
+
+
+def test_sentences_of_the_docs_have_at_most_30_words():
+    for page in PAGES:
+        text = re.sub(r"```.*?```|\]\([^)]*\)", " ", page.read_text(), flags=re.DOTALL)
+        sentences = re.split(r"\n\s*\n|\n(?=[-*|#])|\||(?<=[.!?:;])\s", text)
+        assert [words for words in sentences if len(words.split()) > 30] == [], page.name
+
+
+def test_names_in_the_package_are_nouns_and_verbs():
+    vague = {"others", "theirs", "ours", "given", "taken", "wanted", "said", "one"}
+    for path in (ROOT / "dist_amp").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        assert not names & vague, path
