@@ -60,6 +60,8 @@ class Window(AgreedStop):
         if self.run.step == WARM_UP and not now:
             self.counts = self._counting.__enter__()
             self.syncs.start()
+            # NCCL's watchdog may hold DDP's first buckets, until it wakes, at an earlier peak.
+            torch.cuda.reset_peak_memory_stats()
         if self.run.step == WARM_UP + STEPS:
             self.syncs.stop()
             self._counting.__exit__(None, None, None)
