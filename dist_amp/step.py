@@ -80,7 +80,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     # be wrong: divide by the total over all ranks. This all-reduce overlaps with the forward.
     total_weight = run.parallel.sum_over_ranks(weights_of(run.task, micro_batches))
     losses = []
-    with run.precision.autocast_cache(len(micro_batches)):  # casts a parameter once, not for each
+    with run.precision.autocast_cache(len(micro_batches)):  # casts each parameter once per step
         for is_last, batch in mark_last(micro_batches):
             # By default only the last backward reduces gradients over the ranks (DDP's no_sync).
             with run.parallel.gradient_sync(is_last):

@@ -110,7 +110,8 @@ def row_of(record: Record, differing: dict[str, Any]) -> dict[str, Any]:
     for row in record.rows:
         if "train/loss" in row:
             logged = row
-        best = min(best, finite_or_nan(row.get("eval/loss")))  # a nan is not below best
+        if (loss := finite_or_nan(row.get("eval/loss"))) < best:
+            best = loss
     step = max(logged.get("step", 0), summary.get("steps", 0))
     state = str(summary.get("stopped_by", "killed")).replace("completed", "done")
     cause = str(summary.get("cause", ""))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -61,8 +60,11 @@ def parameters_on_meta() -> Iterator[None]:
             param = param.on_meta
         register(module, name, param)
 
-    with patch.object(nn.Module, "register_parameter", register_on_meta):
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
         yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def materialise(module: nn.Module, device: torch.device, only_meta: bool = True) -> nn.Module:

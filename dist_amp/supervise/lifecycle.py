@@ -281,8 +281,7 @@ def bound_evaluation(run: Run, validation: Batches) -> None:
     config = run.config
     plan = validation.plan
     per_step = run.data.plan.global_batch_size / plan.global_batch_size  # micro-batches per rank
-    steps = min(float(config.eval.every), config.train.steps)
-    training = 3 * steps * per_step  # its time between two evaluations, in forwards
+    training = 3 * per_step * min(float(config.eval.every), config.train.steps)  # in forwards
     batches = max(MIN_EVAL_BATCHES, int(0.1 * training))
     samples = batches * plan.global_batch_size
     if samples >= plan.length:

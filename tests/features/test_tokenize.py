@@ -216,6 +216,7 @@ def test_a_wrong_command_line_is_one_line(tmp_path, capsys):
     ):
         assert run(tmp_path, *words.split()) == 64
         assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1]
+    assert command.main(["--check", "a", "--out", "b"]) == 64
 
 
 @pytest.mark.bad_input("`tokenize --out` with a file, or a worker that is killed")
